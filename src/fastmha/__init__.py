@@ -1,0 +1,37 @@
+"""Multi-head attention for the CPU, on NumPy arrays, in fused kernels.
+
+>>> import numpy as np
+>>> import fastmha
+>>> q, k, v = np.random.default_rng(0).normal(size=(3, 8, 128, 64))
+>>> fastmha.scaled_dot_product_attention(q, k, v, is_causal=True).shape
+(8, 128, 64)
+"""
+
+from . import reference
+from ._build_config import VERSION as __version__
+from ._dispatch import show_config
+from ._threads import get_num_threads, num_threads, set_num_threads
+from .functional import (
+    attention,
+    attention_weights,
+    merge_attention,
+    multi_head_attention,
+    scaled_dot_product_attention,
+    sdpa,
+    softmax,
+)
+
+__all__ = [
+    "attention",
+    "attention_weights",
+    "get_num_threads",
+    "merge_attention",
+    "multi_head_attention",
+    "num_threads",
+    "reference",
+    "scaled_dot_product_attention",
+    "sdpa",
+    "set_num_threads",
+    "show_config",
+    "softmax",
+]

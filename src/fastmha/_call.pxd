@@ -1,0 +1,50 @@
+"""What is asked of the kernels: one record that all pieces of a call share, and one for each block."""
+from fastmha._dropout cimport Dropout
+from fastmha._operand cimport MOST_AXES, Operand
+from fastmha._simd cimport LANES, PANEL_VECTORS, real
+
+cdef extern from * nogil:
+    """
+    #include "_simd.h"
+    enum {
+      /* Keys in a block. Part of the numerics, so the same in every build: each block is an atom with
+       * its own maximum, its own sum and its own weighted values, and atoms merge in ascending order.
+       * Anything from 48 to 192 runs alike. */
+      ATOM = 96,
+      PANEL = PANEL_VECTORS * LANES, /* queries that a register tile spans */
+      BLOCK_PANELS = PANEL < 64 ? 64 / PANEL : 1,
+      BLOCK = BLOCK_PANELS * PANEL /* queries that share a reading of the keys */
+    };
+    /* Further than any two positions are apart; sums of a few stay in range. */
+    #define BOUNDLESS (PTRDIFF_MAX / 8)
+    """
+    const Py_ssize_t BOUNDLESS
+    enum:
+        ATOM
+        PANEL
+        BLOCK_PANELS
+        BLOCK
+
+
+cdef struct Call:
+    Operand q, k, v, out, lse, mask, weights
+    int leads
+    Py_ssize_t lead[MOST_AXES]          # shape of the leading axes
+    Py_ssize_t queries, keys, d, e
+    Py_ssize_t left, right              # a query at position p sees keys p - left to p + right
+    Py_ssize_t shift                    # query i stands at position i + shift
+    const long long *shifts             # for each index of the first leading axis, in place of shift
+    const long long *key_lengths        # for each index of the first leading axis, or NULL
+    const long long *query_lengths
+    const double *slopes                # for each index of the last leading axis, or NULL
+    const double *sinks
+    bint raw                            # scores need no more than a scale, which the weights apply
+    real scale                          # of a score: at least 0 if raw
+    real sign                           # of q
+    real softcap                        # 0 for none
+    Dropout dropout
+    real sharpness                      # a weight is 2**(sharpness * (score - maximum))
+    Py_ssize_t blocks, grain            # blocks of queries in a head; blocks in a piece
+    Py_ssize_t total                    # blocks in all
+    char *scratch
+    size_t slot_bytes

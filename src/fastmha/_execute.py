@@ -1,0 +1,103 @@
+"""A checked problem is run: memory for the results, then the kernels."""
+
+import numpy as np
+
+from ._dispatch import kernels
+from ._dtypes import storage
+
+
+def attend(problem, out=None, swapped=False, want_lse=False):
+    """The output (..., L, E), or (B, L, H, E) if `swapped`; and the LSE (..., L), or None."""
+    q, k, v, mask, lead, options = problem
+    code = storage(q.dtype)
+    if out is None:
+        L, E = q.shape[-2], v.shape[-1]
+        out = np.empty((lead[0], L, lead[1], E) if swapped else (*lead, L, E), q.dtype)
+    lse = np.empty((*lead, q.shape[-2]), problem.lse_dtype) if want_lse else None
+    codes = (
+        code,
+        code,
+        code,
+        code,
+        0 if lse is None else storage(lse.dtype),
+        0 if mask is None else storage(mask.dtype),
+        0,
+    )
+    place = out.swapaxes(1, 2) if swapped else out
+    kernels(q.dtype).attend(q, k, v, place, lse, mask, None, codes, options)
+    return out, lse
+
+
+def weigh(problem, heads, rows):
+    """The probabilities (B, heads, rows, S), for lists of heads and rows (None: all)."""
+    (B, H), L, S = problem.lead, problem.q.shape[2], problem.k.shape[2]
+    shape = (B, H if heads is None else len(heads), L if rows is None else len(rows), S)
+    weights = np.zeros(shape, problem.lse_dtype)
+    for i, part in [(slice(None), problem)] if heads is None else _by_head(problem, heads):
+        for place, n, run in [(0, L, part)] if rows is None else _by_run(part, rows):
+            _weigh_all(run, weights[:, i, place : place + n])
+    return weights
+
+
+def _weigh_all(problem, weights):
+    q, k, v, mask, lead, options = problem
+    out = np.empty((*lead, q.shape[2], 0), q.dtype)
+    code = storage(q.dtype)
+    codes = (
+        code,
+        code,
+        code,
+        code,
+        0,
+        0 if mask is None else storage(mask.dtype),
+        storage(weights.dtype),
+    )
+    kernels(q.dtype).attend(q, k, v, out, None, mask, weights, codes, options)
+
+
+def _by_head(problem, heads):
+    """(place, part) for each of the heads: views, no copies."""
+    q, k, v, mask, (B, H), options = problem
+    for place, h in enumerate(heads):
+        g = h // (H // k.shape[1])
+        per_head = mask is not None and mask.ndim > 2 and mask.shape[-3] > 1
+        yield (
+            slice(place, place + 1),
+            problem._replace(
+                q=q[:, h : h + 1],
+                k=k[:, g : g + 1],
+                v=v[:, g : g + 1],
+                mask=mask[..., h : h + 1, :, :] if per_head else mask,
+                lead=(B, 1),
+                options=options._replace(
+                    slopes=None if options.slopes is None else options.slopes[h : h + 1],
+                    sinks=None if options.sinks is None else options.sinks[h : h + 1],
+                ),
+            ),
+        )
+
+
+def _by_run(problem, rows):
+    """(place, length, part) for each run of consecutive rows."""
+    q, mask, options = problem.q, problem.mask, problem.options
+    place = 0
+    while place < len(rows):
+        first, n = rows[place], 1
+        while place + n < len(rows) and rows[place + n] == first + n:
+            n += 1
+        per_row = mask is not None and mask.ndim > 1 and mask.shape[-2] > 1
+        lengths, shifts = options.query_lengths, options.shifts
+        yield (
+            place,
+            n,
+            problem._replace(
+                q=q[:, :, first : first + n],
+                mask=mask[..., first : first + n, :] if per_row else mask,
+                options=options._replace(
+                    shift=options.shift + first,
+                    shifts=None if shifts is None else shifts + first,
+                    query_lengths=None if lengths is None else np.clip(lengths - first, 0, n),
+                ),
+            ),
+        )
+        place += n

@@ -1,0 +1,127 @@
+"""The arrays of a call, by their buffers: where each lies, and how far apart its parts are.
+
+Buffers are asked for without their format, which NumPy can't give for bfloat16; what an array holds
+comes as a `Storage` code. The checks here are those that protect memory, and nothing else: whoever
+calls the kernels has explained every mistake to the user before.
+"""
+from cpython.buffer cimport Py_buffer
+
+from fastmha._simd cimport LANES, real, vec, vload, vloadu, vset, vstore, vstoreu, vtranspose
+from fastmha._storage cimport REAL, STORAGES, load_one, storage_bytes, store_one
+
+cdef enum:
+    MOST_AXES = 64
+
+
+cdef struct Operand:
+    char *data                          # NULL where the call has none
+    int storage
+    Py_ssize_t row, col                 # strides of the last two axes, in bytes
+    Py_ssize_t lead[MOST_AXES]          # strides of the leading axes, 0 where it is broadcast
+    Py_ssize_t group                    # so many indices of the last leading axis share one entry
+
+
+cdef inline int bind(
+    Operand *o, const Py_buffer *view, int storage, int leads, const Py_ssize_t *lead,
+    Py_ssize_t rows, Py_ssize_t cols, bint vector=False,
+) except -1:
+    """Fits an array to (*lead, rows, cols), or to (*lead, rows) if a `vector`, by NumPy's broadcasting.
+
+    An entry of the last leading axis may serve several of the call's, if their numbers divide.
+    """
+    cdef int skipped = leads + 2 - vector - view.ndim, axis, own
+    cdef Py_ssize_t want, have, stride
+    if not 0 <= storage < STORAGES or view.itemsize != storage_bytes(storage) or skipped < 0:
+        raise TypeError("an array of another dtype or with more axes")
+    o.data = <char *>view.buf
+    o.storage = storage
+    o.group = 1
+    o.row = o.col = 0
+    for axis in range(leads + 2 - vector):
+        own = axis - skipped
+        want = lead[axis] if axis < leads else rows if axis == leads else cols
+        have = view.shape[own] if own >= 0 else 1
+        stride = view.strides[own] if own >= 0 and have > 1 else 0
+        if axis == leads - 1 and 1 < have < want and want % have == 0:
+            o.group = want // have
+        elif have != 1 and have != want:
+            raise ValueError("arrays whose shapes do not fit")
+        if axis < leads:
+            o.lead[axis] = stride
+        elif axis == leads:
+            o.row = stride
+        else:
+            o.col = stride
+    return 0
+
+
+cdef inline char *locate(const Operand *o, int leads, const Py_ssize_t *index) noexcept nogil:
+    """The operand's part for one index of the leading axes."""
+    cdef Py_ssize_t offset = 0
+    cdef int axis
+    for axis in range(leads - 1):
+        offset += index[axis] * o.lead[axis]
+    if leads:
+        offset += index[leads - 1] // o.group * o.lead[leads - 1]
+    return o.data + offset
+
+
+cdef inline void load_row(
+    const char *p, int storage, Py_ssize_t step, Py_ssize_t n, real *out
+) noexcept nogil:
+    """n elements that lie `step` bytes apart, as reals side by side."""
+    cdef Py_ssize_t i = 0
+    if storage == REAL and step == sizeof(real):
+        while i + LANES <= n:
+            vstoreu(out + i, vloadu(<const real *>p + i))
+            i += LANES
+    while i < n:
+        out[i] = load_one(p + i * step, storage)
+        i += 1
+
+
+cdef inline void load_lanes(
+    const char *p, int storage, Py_ssize_t row, Py_ssize_t col, Py_ssize_t rows, Py_ssize_t cols,
+    real *out, Py_ssize_t pitch,
+) noexcept nogil:
+    """out[c * pitch + r] = element (r, c) for `rows` <= LANES rows: they come to lie across lanes.
+
+    Lanes beyond `rows` repeat the last row.
+    """
+    cdef vec block[LANES]
+    cdef Py_ssize_t c = 0
+    cdef int r
+    if storage == REAL and col == sizeof(real):
+        while c + LANES <= cols:
+            for r in range(LANES):
+                block[r] = vloadu(<const real *>(p + (r if r < rows else rows - 1) * row) + c)
+            vtranspose(block)
+            for r in range(LANES):
+                vstore(out + (c + r) * pitch, block[r])
+            c += LANES
+    while c < cols:
+        for r in range(LANES):
+            out[c * pitch + r] = load_one(p + (r if r < rows else rows - 1) * row + c * col, storage)
+        c += 1
+
+
+cdef inline void store_lanes(
+    char *p, int storage, Py_ssize_t row, Py_ssize_t col, Py_ssize_t rows, Py_ssize_t cols,
+    const real *values, Py_ssize_t pitch,
+) noexcept nogil:
+    """Element (r, c) = values[c * pitch + r] for `rows` <= LANES rows."""
+    cdef vec block[LANES]
+    cdef Py_ssize_t c = 0
+    cdef int r
+    if storage == REAL and col == sizeof(real):
+        while c + LANES <= cols:
+            for r in range(LANES):
+                block[r] = vload(values + (c + r) * pitch)
+            vtranspose(block)
+            for r in range(rows):
+                vstoreu(<real *>(p + r * row) + c, block[r])
+            c += LANES
+    while c < cols:
+        for r in range(rows):
+            store_one(p + r * row + c * col, values[c * pitch + r], storage)
+        c += 1

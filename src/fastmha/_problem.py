@@ -1,0 +1,434 @@
+"""What is asked: arguments become one checked record, and every mistake in them is explained here.
+
+Nothing else raises errors about arguments, and nothing is computed before all checks are done. They run
+in a fixed order: kinds and dtypes, ranks, sizes, then the options one by one. Vectors that the kernels
+use as indices are copied first and checked then, so that no other thread can change them in between.
+"""
+
+import math
+import numbers
+import operator
+import secrets
+from typing import NamedTuple
+
+import numpy as np
+
+from ._dtypes import as_array, computed_in, float_array, mask_array, storage
+
+BOUNDLESS = 1 << 60
+
+
+class Options(NamedTuple):
+    """How scores become weights: what the kernels unpack, in this order."""
+
+    scale: float
+    softcap: float = 0.0
+    left: int = BOUNDLESS  # a query at position p sees the keys p - left to p + right
+    right: int = BOUNDLESS
+    shift: int = 0  # query i stands at position i + shift
+    shifts: np.ndarray | None = None  # int64 (B,), in place of shift
+    slopes: np.ndarray | None = None  # float64 (H,)
+    sinks: np.ndarray | None = None  # float64 (H,)
+    key_lengths: np.ndarray | None = None  # int64 (B,)
+    query_lengths: np.ndarray | None = None
+    dropout_p: float = 0.0
+    seed: int = 0
+    member: int = 0  # of the call's first batch member, for the pattern of dropout
+
+
+class Problem(NamedTuple):
+    """A checked call."""
+
+    q: np.ndarray  # (..., L, D)
+    k: np.ndarray  # (..., S, D), broadcastable, or with fewer heads
+    v: np.ndarray  # (..., S, E)
+    mask: np.ndarray | None  # broadcastable to (..., L, S)
+    lead: tuple  # the leading axes of the result: (..., H)
+    options: Options
+
+    @property
+    def out_shape(self):
+        return (*self.lead, self.q.shape[-2], self.v.shape[-1])
+
+    @property
+    def lse_dtype(self):
+        return computed_in(self.q.dtype)
+
+
+# --- query, key and value ---------------------------------------------------------------------------
+
+
+def operands(query, key, value, axes=None, swapped=False):
+    """The three arrays, of one floating-point dtype, with `axes` axes (None: at least two).
+
+    `swapped` arrays come as (B, L, H, D); those returned are always (B, H, L, D)."""
+    q, k, v = float_array(query, "query"), float_array(key, "key"), float_array(value, "value")
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(
+            f"query, key, value: expected one dtype, got {q.dtype}, {k.dtype} and {v.dtype}; "
+            "convert them with .astype"
+        )
+    for x, name in ((q, "query"), (k, "key"), (v, "value")):
+        if x.ndim < 2 if axes is None else x.ndim != axes:
+            raise ValueError(
+                f"{name}: expected {'at least 2' if axes is None else axes} axes, got {x.ndim} "
+                f"(shape {x.shape})"
+            )
+    if swapped:
+        q, k, v = q.swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2)
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(
+            f"key: expected the query's head size {q.shape[-1]} as last axis, got {k.shape[-1]}"
+        )
+    if v.shape[-2] != k.shape[-2]:
+        raise ValueError(f"value: expected the key's length {k.shape[-2]}, got {v.shape[-2]}")
+    return q, k, v
+
+
+def broadcast_lead(q, k, v, enable_gqa):
+    """The leading axes of the result by PyTorch's rules: they broadcast, and with `enable_gqa` the
+    last of them, the heads, may be a multiple of the key's and the value's."""
+    if q.shape[:-2] == k.shape[:-2] == v.shape[:-2]:
+        return q.shape[:-2]
+    leads = [x.shape[:-2] for x in (q, k, v)]
+    heads = [lead[-1] if lead else 1 for lead in leads]
+    H = max(heads) if min(heads) else 0
+    for name, G in (("key", heads[1]), ("value", heads[2])):
+        if enable_gqa and G != heads[0] and G > 1:
+            check_groups(heads[0], G, name)
+        elif G not in (1, H) and heads[0] != 1:
+            hint = "; a query with more heads needs enable_gqa=True" if heads[0] > G > 0 else ""
+            raise ValueError(f"{name}: expected {heads[0]} heads like the query, got {G}{hint}")
+    if enable_gqa and heads[0] > 1:
+        leads[1:] = [(*lead[:-1], 1) if lead else lead for lead in leads[1:]]
+    try:
+        return np.broadcast_shapes(*leads)
+    except ValueError:
+        raise ValueError(
+            f"query, key, value: expected leading axes that broadcast, got {leads[0]}, {leads[1]} "
+            f"and {leads[2]}"
+        ) from None
+
+
+def check_groups(H, G, name):
+    if G == 0 and H or G and H % G:
+        raise ValueError(
+            f"{name}: expected a number of heads that divides the query's {H}, got {G}"
+        )
+
+
+def grouped_lead(q, k, v):
+    """(B, H) of four-axis arrays: G divides H, and one key/value batch may serve all queries."""
+    B, H = q.shape[:2]
+    for x, name in ((k, "key"), (v, "value")):
+        if x.shape[0] not in (B, 1):
+            raise ValueError(
+                f"{name}: expected a batch axis of {B} like the query's, or 1, got {x.shape[0]}"
+            )
+    check_groups(H, k.shape[1], "key")
+    if v.shape[1] != k.shape[1]:
+        raise ValueError(f"value: expected the key's {k.shape[1]} heads, got {v.shape[1]}")
+    return B, H
+
+
+# --- options, one by one ----------------------------------------------------------------------------
+
+
+def check_mask(mask, name, lead, L, S):
+    """`mask` as an array that broadcasts to (*lead, L, S)."""
+    mask = mask_array(mask, name)
+    want = (*lead, L, S)
+    if mask.ndim > len(want) or any(
+        have not in (1, need) for have, need in zip(mask.shape[::-1], want[::-1], strict=False)
+    ):
+        raise ValueError(
+            f"{name}: expected a shape that broadcasts to (..., H, L, S) = {want}, got {mask.shape}"
+        )
+    return mask
+
+
+def check_real(x, name):
+    """A Python or NumPy real scalar as a float."""
+    if isinstance(x, np.ndarray) and x.ndim == 0:
+        x = x[()]
+    if isinstance(x, (bool, np.bool_)) or not isinstance(x, numbers.Real):
+        raise TypeError(f"{name}: expected a real number, got {type(x).__name__}")
+    return float(x)
+
+
+def check_scale(scale, D):
+    if scale is None:
+        if D == 0:
+            raise ValueError("scale: expected a number where the head size D is 0, got None")
+        return 1 / math.sqrt(D)
+    scale = check_real(scale, "scale")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale: expected a finite number, got {scale}")
+    return scale
+
+
+def check_softcap(softcap):
+    if softcap is None:
+        return 0.0
+    softcap = check_real(softcap, "softcap")
+    if not 0 <= softcap < math.inf:
+        raise ValueError(f"softcap: expected a finite number of at least 0, or None, got {softcap}")
+    return softcap
+
+
+def check_causal(causal):
+    """Whether the mask is causal, and whether positions are aligned at the bottom right."""
+    if isinstance(causal, str):
+        if causal in ("top-left", "bottom-right"):
+            return True, causal == "bottom-right"
+    elif isinstance(causal, (bool, np.bool_)):
+        return bool(causal), False
+    else:
+        raise TypeError(
+            f"causal: expected a bool, 'top-left' or 'bottom-right', got {type(causal).__name__}"
+        )
+    raise ValueError(f"causal: expected a bool, 'top-left' or 'bottom-right', got {causal!r}")
+
+
+def check_window(window, causal):
+    """(left, right) in keys, a causal mask included."""
+    left = right = BOUNDLESS
+    if window is not None:
+        try:
+            left, right = (operator.index(side) for side in window)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"window: expected two integers (left, right), got {window!r}"
+            ) from None
+        if left < -1 or right < -1:
+            raise ValueError(
+                f"window: expected (left, right) of at least -1, which means unbounded, got {window}"
+            )
+        left, right = (BOUNDLESS if side == -1 else min(side, BOUNDLESS) for side in (left, right))
+    return left, 0 if causal else right
+
+
+def check_per_head(x, name, H):
+    """One number a head, as a float64 vector of their own."""
+    x = as_array(x, name)
+    if x.dtype == bool or not (storage(x.dtype) or np.issubdtype(x.dtype, np.integer)):
+        raise TypeError(f"{name}: expected real numbers, got {x.dtype}")
+    if x.shape != (H,):
+        raise ValueError(f"{name}: expected shape (H,) = ({H},), got {x.shape}")
+    return x.astype(np.float64)
+
+
+def check_lengths(lengths, name, B, most):
+    """One length a batch member, as an int64 vector of their own."""
+    lengths = as_array(lengths, name)
+    if lengths.dtype == bool or not np.issubdtype(lengths.dtype, np.integer):
+        raise TypeError(f"{name}: expected integers, got {lengths.dtype}")
+    if lengths.shape != (B,):
+        raise ValueError(f"{name}: expected shape (B,) = ({B},), got {lengths.shape}")
+    copy = lengths.astype(np.int64)
+    if B and not (0 <= copy.min() and copy.max() <= most):
+        raise ValueError(f"{name}: expected lengths from 0 to {most}, got {copy.tolist()}")
+    return copy
+
+
+def check_dropout(dropout_p, rng):
+    """(dropout_p, seed): no random number is drawn where nothing is dropped."""
+    p = check_real(dropout_p, "dropout_p")
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout_p: expected a probability from 0 to 1, got {p}")
+    if rng is not None and not isinstance(rng, np.random.Generator):
+        if isinstance(rng, (bool, np.bool_)):
+            raise TypeError("rng: expected an int, a numpy.random.Generator or None, got a bool")
+        try:
+            rng = operator.index(rng)
+        except TypeError:
+            raise TypeError(
+                f"rng: expected an int, a numpy.random.Generator or None, got {type(rng).__name__}"
+            ) from None
+        if not 0 <= rng < 1 << 64:
+            raise ValueError(f"rng: expected a seed from 0 to 2**64 - 1, got {rng}")
+    if p == 0:
+        return 0.0, 0
+    if rng is None:
+        return p, secrets.randbits(64)
+    if isinstance(rng, np.random.Generator):
+        return p, int(rng.integers(0, (1 << 64) - 1, dtype=np.uint64, endpoint=True))
+    return p, rng
+
+
+def check_out(out, problem, swapped, inputs):
+    """`out` as it was given, if the result may be written to it."""
+    shape = problem.out_shape
+    if swapped:
+        shape = (shape[0], shape[2], shape[1], shape[3])
+    if type(out) is not np.ndarray or out.dtype != problem.q.dtype:
+        got = out.dtype if isinstance(out, np.ndarray) else type(out).__name__
+        raise TypeError(f"out: expected a NumPy array of {problem.q.dtype}, got {got}")
+    if out.shape != shape:
+        raise ValueError(f"out: expected shape {shape}, got {out.shape}")
+    if not (out.flags.writeable and out.flags.aligned and out.dtype.isnative):
+        raise ValueError("out: expected a writable, aligned array in native byte order")
+    for x in inputs:
+        if x is not None and np.shares_memory(out, x):
+            raise ValueError("out: expected memory of its own, got some that an input uses too")
+    return out
+
+
+def chosen(index, n):
+    """Indices as `index`, which may be None, an int, a slice or a sequence of ints, picks from n."""
+    if index is None:
+        return None
+    picked = np.atleast_1d(np.arange(n)[index])
+    if picked.ndim != 1:
+        raise ValueError("heads, rows: expected an int, a slice or a sequence of ints")
+    return picked.tolist()
+
+
+def check_axis(axis, ndim):
+    try:
+        axis = operator.index(axis)
+    except TypeError:
+        raise TypeError(f"axis: expected an int, got {type(axis).__name__}") from None
+    if not -ndim <= axis < ndim:
+        raise ValueError(f"axis: expected one of the {ndim} axes of x, got {axis}")
+    return axis
+
+
+# --- whole calls ------------------------------------------------------------------------------------
+
+
+def torch_problem(
+    query,
+    key,
+    value,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    enable_gqa=False,
+    rng=None,
+):
+    """A call of `scaled_dot_product_attention`."""
+    q, k, v = operands(query, key, value)
+    lead = broadcast_lead(q, k, v, enable_gqa)
+    if attn_mask is not None:
+        if is_causal:
+            raise ValueError(
+                "attn_mask: expected None with is_causal=True, as in PyTorch; "
+                "fastmha.attention applies both"
+            )
+        attn_mask = check_mask(attn_mask, "attn_mask", lead, q.shape[-2], k.shape[-2])
+    if not isinstance(is_causal, (bool, np.bool_)):
+        raise TypeError(f"is_causal: expected a bool, got {type(is_causal).__name__}")
+    options = Options(check_scale(scale, q.shape[-1]), right=0 if is_causal else BOUNDLESS)
+    if dropout_p != 0 or rng is not None:
+        dropout_p, seed = check_dropout(dropout_p, rng)
+        options = options._replace(dropout_p=dropout_p, seed=seed)
+    return Problem(q, k, v, attn_mask, lead, options)
+
+
+def full_problem(
+    query,
+    key,
+    value,
+    *,
+    mask,
+    causal,
+    window,
+    scale,
+    softcap,
+    alibi_slopes,
+    sinks,
+    key_lengths,
+    query_lengths,
+    dropout_p,
+    rng,
+    layout,
+):
+    """A call of `attention`; `value` is None where only weights are asked for."""
+    if layout not in ("BHLD", "BLHD"):
+        raise ValueError(f"layout: expected 'BHLD' or 'BLHD', got {layout!r}")
+    if value is None:
+        key = float_array(key, "key")
+        value = np.empty((*key.shape[:-1], 0), key.dtype)
+    q, k, v = operands(query, key, value, axes=4, swapped=layout == "BLHD")
+    lead = B, H = grouped_lead(q, k, v)
+    L, S, D = q.shape[2], k.shape[2], q.shape[3]
+    if mask is not None:
+        mask = check_mask(mask, "mask", lead, L, S)
+    causal, bottom_right = check_causal(causal)
+    left, right = check_window(window, causal)
+    shifts = None
+    if key_lengths is not None:
+        key_lengths = check_lengths(key_lengths, "key_lengths", B, S)
+    if query_lengths is not None:
+        query_lengths = check_lengths(query_lengths, "query_lengths", B, L)
+    if bottom_right and (key_lengths is not None or query_lengths is not None):
+        shifts = (S if key_lengths is None else key_lengths) - (
+            L if query_lengths is None else query_lengths
+        )
+    dropout_p, seed = check_dropout(dropout_p, rng)
+    options = Options(
+        check_scale(scale, D),
+        check_softcap(softcap),
+        left,
+        right,
+        S - L if bottom_right else 0,
+        shifts,
+        None if alibi_slopes is None else check_per_head(alibi_slopes, "alibi_slopes", H),
+        None if sinks is None else check_per_head(sinks, "sinks", H),
+        key_lengths,
+        query_lengths,
+        dropout_p,
+        seed,
+    )
+    return Problem(q, k, v, mask, lead, options)
+
+
+def check_parts(outs, lses):
+    """Partial results to merge, as lists of arrays."""
+    outs = [float_array(x, f"outs[{i}]") for i, x in enumerate(outs)]
+    lses = [float_array(x, f"lses[{i}]") for i, x in enumerate(lses)]
+    if not outs or len(outs) != len(lses):
+        raise ValueError(
+            f"lses: expected one LSE for each of at least one output, got {len(lses)} for {len(outs)}"
+        )
+    for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        if out.dtype != outs[0].dtype:
+            raise TypeError(f"outs[{i}]: expected {outs[0].dtype} like the first, got {out.dtype}")
+        if out.shape != outs[0].shape or out.ndim < 1:
+            raise ValueError(f"outs[{i}]: expected shape {outs[0].shape}, got {out.shape}")
+        if lse.shape != out.shape[:-1]:
+            raise ValueError(f"lses[{i}]: expected shape {out.shape[:-1]}, got {lse.shape}")
+    return outs, lses
+
+
+def five_steps(X, W_Q, W_K, W_V, W_O, h):
+    """The arguments of `multi_head_attention`, all arrays of one floating-point dtype."""
+    names = ("X", "W_Q", "W_K", "W_V", "W_O")
+    arrays = [as_array(x, name) for x, name in zip((X, W_Q, W_K, W_V, W_O), names, strict=True)]
+    for x, name in zip(arrays, names, strict=True):
+        if x.dtype == bool or not (storage(x.dtype) or np.issubdtype(x.dtype, np.integer)):
+            raise TypeError(f"{name}: expected real numbers, got {x.dtype}")
+        if x.ndim not in ((2, 3) if name == "X" else (2,)):
+            expected = "2 or 3 axes" if name == "X" else "2 axes"
+            raise ValueError(f"{name}: expected {expected}, got shape {x.shape}")
+    common = np.result_type(*arrays)
+    common = common if storage(common) else np.dtype(np.float64)
+    X, W_Q, W_K, W_V, W_O = (x.astype(common, copy=False) for x in arrays)
+    try:
+        h = operator.index(h)
+    except TypeError:
+        raise TypeError(f"h: expected an int, got {type(h).__name__}") from None
+    if h < 1:
+        raise ValueError(f"h: expected at least 1 head, got {h}")
+    for W, name in ((W_Q, "W_Q"), (W_K, "W_K"), (W_V, "W_V")):
+        if W.shape[0] != X.shape[-1] or W.shape[1] % h:
+            raise ValueError(
+                f"{name}: expected ({X.shape[-1]}, a multiple of h = {h}), got {W.shape}"
+            )
+    if W_K.shape != W_Q.shape:
+        raise ValueError(f"W_K: expected the shape of W_Q, {W_Q.shape}, got {W_K.shape}")
+    if W_O.shape[0] != W_V.shape[1]:
+        raise ValueError(f"W_O: expected {W_V.shape[1]} rows, as W_V has columns, got {W_O.shape}")
+    return X, W_Q, W_K, W_V, W_O, h

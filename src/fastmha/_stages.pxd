@@ -1,0 +1,140 @@
+"""What happens to a tile of scores between the two products, one function a stage, in the order of the
+formula: scale, cap, distance, bias, hide, maximum, weigh.
+
+A tile is `tile[key][query]`: V vectors a key, from key `low` to key `high` of an atom. Each stage reads
+and writes it whole, which stays in the first-level cache. Hiding is always a selection, never a sum
+with minus infinity, so that what a hidden key holds does not matter.
+"""
+from fastmha._math cimport exp2_scaled, vtanh
+from fastmha._simd cimport (
+    INFINITY, LANES, REAL_MAX, real, vabs, vec, vfma, vless, vload, vmax, vset, vstore,
+)
+
+
+cdef inline void scale_scores(
+    const int V, Py_ssize_t low, Py_ssize_t high, real *tile, real scale
+) noexcept nogil:
+    cdef Py_ssize_t i
+    for i in range(low * V, high * V):
+        vstore(tile + i * LANES, vload(tile + i * LANES) * vset(scale))
+
+
+cdef inline void cap_scores(
+    const int V, Py_ssize_t low, Py_ssize_t high, real *tile, real cap
+) noexcept nogil:
+    """cap * tanh(score / cap)."""
+    cdef Py_ssize_t i
+    for i in range(low * V, high * V):
+        vstore(tile + i * LANES, vtanh(vload(tile + i * LANES) / vset(cap)) * vset(cap))
+
+
+cdef inline void subtract_distance(
+    const int V, Py_ssize_t low, Py_ssize_t high, real *tile, real slope, const vec *position
+) noexcept nogil:
+    """ALiBi: slope * |position - key|, positions counted from the atom's start."""
+    cdef Py_ssize_t j
+    cdef int v
+    cdef real *place
+    for j in range(low, high):
+        for v in range(V):
+            place = tile + (j * V + v) * LANES
+            vstore(place, vfma(vset(-slope), vabs(position[v] - vset(<real>j)), vload(place)))
+
+
+cdef inline vec biased(vec score, vec bias) noexcept nogil:
+    """Their sum. It saturates, for only a bias of minus infinity hides and only a score of plus
+    infinity is one."""
+    cdef vec total = score + bias
+    # Finite terms cancel out and leave REAL_MAX, an infinite one leaves a NaN.
+    total = vless(vset(REAL_MAX), total, score - score + (bias - bias) + vset(REAL_MAX), total)
+    total = vless(total, vset(-REAL_MAX), vset(-REAL_MAX), total)
+    return vless(bias, vset(-REAL_MAX), vset(-INFINITY), total)
+
+
+cdef inline void add_bias(
+    const int V, Py_ssize_t low, Py_ssize_t high, real *tile, const real *bias, bint one_row
+) noexcept nogil:
+    """Adds bias[key][query], or bias[key] if it has but `one_row` for all queries."""
+    cdef Py_ssize_t j
+    cdef int v
+    cdef real *place
+    for j in range(low, high):
+        for v in range(V):
+            place = tile + (j * V + v) * LANES
+            vstore(place, biased(vload(place), vset(bias[j]) if one_row else vload(bias + (j * V + v) * LANES)))
+
+
+cdef inline void hide_masked(
+    const int V, Py_ssize_t low, Py_ssize_t high, real *tile, const real *bias, bint one_row
+) noexcept nogil:
+    """Hides where bias, laid out as in `add_bias`, is minus infinity."""
+    cdef Py_ssize_t j
+    cdef int v
+    cdef real *place
+    cdef vec b
+    for j in range(low, high):
+        for v in range(V):
+            place = tile + (j * V + v) * LANES
+            b = vset(bias[j]) if one_row else vload(bias + (j * V + v) * LANES)
+            vstore(place, vless(b, vset(-REAL_MAX), vset(-INFINITY), vload(place)))
+
+
+cdef inline void hide_outside(
+    const int V, Py_ssize_t low, Py_ssize_t high, real *tile, const vec *first, const vec *last
+) noexcept nogil:
+    """Hides the keys before `first` and after `last` of each query, counted from the atom's start."""
+    cdef Py_ssize_t j
+    cdef int v
+    cdef real *place
+    cdef vec key
+    for j in range(low, high):
+        key = vset(<real>j)
+        for v in range(V):
+            place = tile + (j * V + v) * LANES
+            vstore(place, vless(last[v], key, vset(-INFINITY),
+                                vless(key, first[v], vset(-INFINITY), vload(place))))
+
+
+cdef inline void find_maximum(
+    const int V, Py_ssize_t low, Py_ssize_t high, const real *tile, vec *most
+) noexcept nogil:
+    cdef Py_ssize_t j
+    cdef int v
+    for v in range(V):
+        most[v] = vset(-INFINITY)
+    for j in range(low, high):
+        for v in range(V):
+            most[v] = vmax(most[v], vload(tile + (j * V + v) * LANES))
+
+
+cdef inline vec finite(vec most) noexcept nogil:
+    """A maximum to subtract: 0 in place of minus infinity, where nothing was seen."""
+    return vless(most, vset(-REAL_MAX), vset(0), most)
+
+
+cdef inline void weigh(
+    const int V, Py_ssize_t low, Py_ssize_t high, real *tile, const vec *most, real sharpness,
+    vec *total,
+) noexcept nogil:
+    """Scores become weights 2**(sharpness * (score - most)), summed up in the order of the keys."""
+    cdef vec base[4]
+    cdef vec weight
+    cdef Py_ssize_t j
+    cdef int v
+    for v in range(V):
+        base[v] = finite(most[v])
+        total[v] = vset(0)
+    for j in range(low, high):
+        for v in range(V):
+            weight = exp2_scaled(vload(tile + (j * V + v) * LANES) - base[v], vset(sharpness))
+            vstore(tile + (j * V + v) * LANES, weight)
+            total[v] = total[v] + weight
+
+
+cdef inline void mark_hidden(
+    const int V, Py_ssize_t low, Py_ssize_t high, const real *scores, real *marks
+) noexcept nogil:
+    """marks = 1 where a key is seen, 0 where it is hidden."""
+    cdef Py_ssize_t i
+    for i in range(low * V, high * V):
+        vstore(marks + i * LANES, vless(vload(scores + i * LANES), vset(-REAL_MAX), vset(0), vset(1)))

@@ -1,0 +1,224 @@
+/* A team of threads. Every caller works on its own job, and idle members join the oldest job with
+ * pieces left. All the state is under one mutex; nobody waits for a thread, only for work, so nested
+ * and concurrent callers cannot deadlock and a member that wakes late costs nothing.
+ *
+ * The pool of scratch memory lies here too, under the same mutex: calls reuse it, so that a call need
+ * not fault in fresh pages.
+ */
+#ifndef FASTMHA_TEAM_H
+#define FASTMHA_TEAM_H
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+
+#ifdef _WIN32
+#include <windows.h>
+#define MUTEX SRWLOCK
+#define COND CONDITION_VARIABLE
+#define MUTEX_INIT SRWLOCK_INIT
+#define COND_INIT CONDITION_VARIABLE_INIT
+#define team_lock() AcquireSRWLockExclusive(&mutex)
+#define team_unlock() ReleaseSRWLockExclusive(&mutex)
+#define team_wait(cond) SleepConditionVariableSRW(cond, &mutex, INFINITE, 0)
+#define wake_one WakeConditionVariable
+#define wake_all WakeAllConditionVariable
+#define THREAD(f) static DWORD WINAPI f(LPVOID unused)
+static int start_thread(LPTHREAD_START_ROUTINE f) {
+  HANDLE h = CreateThread(0, 0, f, 0, 0, 0);
+  return h && CloseHandle(h);
+}
+static double now(void) { return GetTickCount64() * 1e-3; }
+#define EXPORT __declspec(dllexport)
+#else
+#include <pthread.h>
+#include <time.h>
+#define MUTEX pthread_mutex_t
+#define COND pthread_cond_t
+#define MUTEX_INIT PTHREAD_MUTEX_INITIALIZER
+#define COND_INIT PTHREAD_COND_INITIALIZER
+#define team_lock() pthread_mutex_lock(&mutex)
+#define team_unlock() pthread_mutex_unlock(&mutex)
+#define team_wait(cond) pthread_cond_wait(cond, &mutex)
+#define wake_one pthread_cond_signal
+#define wake_all pthread_cond_broadcast
+#define THREAD(f) static void *f(void *unused)
+static int start_thread(void *(*f)(void *)) {
+  pthread_t t;
+  return !pthread_create(&t, 0, f, 0) && !pthread_detach(t);
+}
+static double now(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec + t.tv_nsec * 1e-9;
+}
+#define EXPORT __attribute__((visibility("default")))
+#endif
+
+/* One piece of a job: `slot` is below the job's number of threads and no two pieces that run at the
+ * same time have the same one. */
+typedef void (*Body)(void *arg, ptrdiff_t piece, int slot);
+/* Asked by the caller's thread now and then; anything but 0 ends the job early. */
+typedef int (*Poll)(void);
+typedef struct Job {
+  Body body;
+  void *arg;
+  ptrdiff_t pieces, next, running;
+  int threads, slots;
+  unsigned process;
+  struct Job *after;
+} Job;
+
+static MUTEX mutex = MUTEX_INIT;
+static COND work = COND_INIT, finished = COND_INIT;
+static Job *jobs;
+static int idle, members;
+static unsigned process; /* how many forks lie between this process and the first */
+
+/* The most threads a job gets; exported for threadpoolctl, which reaches them through ctypes. */
+static int limit = 1;
+EXPORT int fastmha_get_num_threads(void) { return limit; }
+EXPORT void fastmha_set_num_threads(int n) { limit = n < 1 ? 1 : n; }
+
+/* With the mutex held: works on the job until no piece is left. */
+static void take_part(Job *job, int slot) {
+  job->running++;
+  while (job->next < job->pieces) {
+    ptrdiff_t piece = job->next++;
+    team_unlock();
+    job->body(job->arg, piece, slot);
+    team_lock();
+  }
+  if (!--job->running) wake_all(&finished);
+}
+
+THREAD(member) {
+  (void)unused;
+  team_lock();
+  for (;;) {
+    Job *job = jobs;
+    while (job && (job->next >= job->pieces || job->slots >= job->threads)) job = job->after;
+    if (job) {
+      take_part(job, job->slots++);
+    } else {
+      idle++;
+      team_wait(&work);
+      idle--;
+    }
+  }
+  return 0;
+}
+
+#ifndef _WIN32
+/* A child has none of its parent's threads. The mutex is held across the fork, so the pool is whole. */
+static void before_fork(void) { team_lock(); }
+static void after_fork(void) { team_unlock(); }
+static void in_child(void) {
+  jobs = 0;
+  idle = members = 0;
+  process++;
+  pthread_mutex_init(&mutex, 0);
+  pthread_cond_init(&work, 0);
+  pthread_cond_init(&finished, 0);
+}
+#endif
+
+/* At import, under the interpreter's import lock. */
+static void start_team(void) {
+#ifndef _WIN32
+  static int hooked;
+  if (!hooked) hooked = !pthread_atfork(before_fork, after_fork, in_child);
+#endif
+}
+
+/* body(arg, i, slot) for i in 0..pieces, on up to `threads` threads, this one included. Returns what
+ * `poll` did where it ended the job early, else 0. */
+static int run_job(Body body, void *arg, ptrdiff_t pieces, int threads, Poll poll) {
+  const double patience = 0.1;
+  double asked = now();
+  int ended = 0;
+  Job job = {body, arg, pieces, 0, 0, threads, 1, process, 0};
+  if (threads > 1) {
+    team_lock();
+    Job **last = &jobs;
+    while (*last) last = &(*last)->after;
+    *last = &job;
+    while (members < threads - 1 && start_thread(member)) members++;
+    for (int t = 1; t < threads && t <= idle; t++) wake_one(&work);
+    team_unlock();
+  }
+  while (!ended) {
+    /* Alone, `next` needs no lock. */
+    if (threads > 1) team_lock();
+    ptrdiff_t piece = job.next < pieces ? job.next++ : pieces;
+    if (threads > 1) team_unlock();
+    if (piece == pieces) break;
+    body(arg, piece, 0);
+    if (poll && now() - asked > patience) {
+      ended = poll();
+      asked = now();
+    }
+  }
+  if (threads > 1) {
+    team_lock();
+    job.next = pieces;
+    if (job.process == process) { /* else `poll` forked: the helpers stayed in the parent */
+      while (job.running) team_wait(&finished);
+      Job **last = &jobs;
+      while (*last != &job) last = &(*last)->after;
+      *last = job.after;
+    }
+    team_unlock();
+  }
+  return ended;
+}
+
+/* Scratch memory, 64-byte aligned: the POOL_SIZE blocks given back last are kept for the next calls. */
+enum { POOL_SIZE = 8, ALIGNMENT = 64 };
+typedef struct Block {
+  void *start;
+  size_t size;
+} Block;
+static Block pool[POOL_SIZE];
+
+static Block take_scratch(size_t size) {
+  Block block = {0, size};
+  team_lock();
+  for (int i = 0; i < POOL_SIZE; i++)
+    if (pool[i].start && pool[i].size >= size) {
+      block = pool[i];
+      pool[i].start = 0;
+      break;
+    }
+  team_unlock();
+  if (!block.start) {
+    char *raw = size < SIZE_MAX - 2 * ALIGNMENT ? (char *)malloc(size + 2 * ALIGNMENT) : 0;
+    if (raw) {
+      block.start = (void *)(((uintptr_t)raw + 2 * ALIGNMENT - 1) & ~(uintptr_t)(ALIGNMENT - 1));
+      ((void **)block.start)[-1] = raw;
+    }
+  }
+  return block;
+}
+
+static void free_block(Block block) {
+  if (block.start) free(((void **)block.start)[-1]);
+}
+
+static void give_scratch(Block block) {
+  const size_t keep = (size_t)8 << 20; /* larger ones are not worth keeping */
+  if (block.start && block.size <= keep) {
+    Block spare = block;
+    team_lock();
+    for (int i = 0; i < POOL_SIZE; i++)
+      if (!pool[i].start || pool[i].size < spare.size) {
+        Block other = pool[i];
+        pool[i] = spare;
+        spare = other;
+        if (!spare.start) break;
+      }
+    team_unlock();
+    block = spare;
+  }
+  free_block(block);
+}
+#endif

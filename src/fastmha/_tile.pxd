@@ -1,0 +1,68 @@
+"""The register tile, where nearly all the time is spent: R rows by V vectors of accumulators.
+
+Queries lie across lanes. Scores and weighted sums are then the same product of a few scalars, read in
+place and broadcast, with vectors of a packed panel:
+
+    scores[key][query] = sum over d   of K[key][d]   * Qt[d][query]        rows are keys
+    sums[e][query]     = sum over key of V[key][e]   * P[key][query]       rows are value dimensions
+
+R and V are constants wherever these are called, so that the compiler makes one function for each and
+keeps all accumulators in registers. Per step: V loads, R broadcasts, R * V multiply-adds. The sums run
+over d, and over keys, in order: nothing here depends on R and V but speed.
+"""
+from fastmha._simd cimport LANES, real, vec, vfma, vload, vmax, vset, vstore
+
+cdef enum:
+    MOST_ACCUMULATORS = 24
+    MOST_VECTORS = 4
+
+
+cdef inline void accumulate(
+    const int R, const int V, Py_ssize_t steps, const real *scalars, Py_ssize_t row, Py_ssize_t step,
+    const real *panel, vec *sums,
+) noexcept nogil:
+    """sums[r * V + v] = sum over n < steps of scalars[r * row + n * step] * panel[n][v], from zero."""
+    cdef vec x[MOST_VECTORS]
+    cdef vec scalar
+    cdef Py_ssize_t n
+    cdef int r, v
+    for r in range(R * V):
+        sums[r] = vset(0)
+    for n in range(steps):
+        for v in range(V):
+            x[v] = vload(panel + v * LANES)
+        panel += V * LANES
+        for r in range(R):
+            scalar = vset(scalars[r * row])
+            for v in range(V):
+                sums[r * V + v] = vfma(scalar, x[v], sums[r * V + v])
+        scalars += step
+
+
+cdef inline void score_rows(
+    const int R, const int V, Py_ssize_t d, const real *keys, Py_ssize_t row, const real *queries,
+    real *scores, vec *most,
+) noexcept nogil:
+    """Scores of R keys, and the running maxima while they are still in registers."""
+    cdef vec sums[MOST_ACCUMULATORS]
+    cdef int r, v
+    accumulate(R, V, d, keys, row, 1, queries, sums)
+    for r in range(R):
+        for v in range(V):
+            vstore(scores + (r * V + v) * LANES, sums[r * V + v])
+            most[v] = vmax(most[v], sums[r * V + v])
+
+
+cdef inline void value_rows(
+    const int R, const int V, Py_ssize_t keys, const real *values, Py_ssize_t row,
+    const real *weights, const vec *keep, const vec *add, real *out,
+) noexcept nogil:
+    """out = out * keep + (weighted sums of R value dimensions) * add."""
+    cdef vec sums[MOST_ACCUMULATORS]
+    cdef real *place
+    cdef int r, v
+    accumulate(R, V, keys, values, 1, row, weights, sums)
+    for r in range(R):
+        for v in range(V):
+            place = out + (r * V + v) * LANES
+            vstore(place, vfma(sums[r * V + v], add[v], vload(place) * keep[v]))
