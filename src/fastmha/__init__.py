@@ -20,8 +20,13 @@ from .functional import (
     sdpa,
     softmax,
 )
+from .multihead import MultiHeadAttention
+from .rope import Rope, alibi_slopes
 
 __all__ = [
+    "MultiHeadAttention",
+    "Rope",
+    "alibi_slopes",
     "attention",
     "attention_weights",
     "get_num_threads",

@@ -1,4 +1,4 @@
-"""What is asked of the kernels: one record that all pieces of a call share, and one for each block."""
+"""What is asked of the kernels: the record that all pieces of a call share."""
 from fastmha._dropout cimport Dropout
 from fastmha._operand cimport MOST_AXES, Operand
 from fastmha._simd cimport LANES, PANEL_VECTORS, real
@@ -11,9 +11,9 @@ cdef extern from * nogil:
        * its own maximum, its own sum and its own weighted values, and atoms merge in ascending order.
        * Anything from 48 to 192 runs alike. */
       ATOM = 96,
-      PANEL = PANEL_VECTORS * LANES, /* queries that a register tile spans */
+      PANEL = PANEL_VECTORS * LANES, /* rows of queries that a register tile spans */
       BLOCK_PANELS = PANEL < 64 ? 64 / PANEL : 1,
-      BLOCK = BLOCK_PANELS * PANEL /* queries that share a reading of the keys */
+      BLOCK = BLOCK_PANELS * PANEL /* rows of queries that share a reading of the keys */
     };
     /* Further than any two positions are apart; sums of a few stay in range. */
     #define BOUNDLESS (PTRDIFF_MAX / 8)
@@ -44,7 +44,10 @@ cdef struct Call:
     real softcap                        # 0 for none
     Dropout dropout
     real sharpness                      # a weight is 2**(sharpness * (score - maximum))
-    Py_ssize_t blocks, grain            # blocks of queries in a head; blocks in a piece
+    # So many heads that share a key/value head are stacked: their queries are rows of one list, that
+    # few of them need not waste lanes, and keys are read once for all.
+    Py_ssize_t stack
+    Py_ssize_t blocks, grain            # blocks of rows for a stack; blocks in a piece of work
     Py_ssize_t total                    # blocks in all
     char *scratch
     size_t slot_bytes

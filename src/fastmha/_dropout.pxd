@@ -33,7 +33,7 @@ cdef inline void philox(bit_vec *x, uint32_t key_low, uint32_t key_high) noexcep
 
 cdef inline void drop_weights(
     const int V, Py_ssize_t low, Py_ssize_t high, real *tile, const Dropout *d, Py_ssize_t atom,
-    const bit_vec *positions, Py_ssize_t head, Py_ssize_t member,
+    const bit_vec *positions, const bit_vec *heads, Py_ssize_t member,
 ) noexcept nogil:
     """Multiplies the weights that are kept by the factor, and the others by 0."""
     cdef bit_vec words[4]
@@ -45,7 +45,7 @@ cdef inline void drop_weights(
         for v in range(V):
             words[0] = vword(<uint32_t>(atom // 4 + group))
             words[1] = positions[v]
-            words[2] = vword(<uint32_t>head)
+            words[2] = heads[v]
             words[3] = vword(d.member + <uint32_t>member)
             philox(words, d.seed_low, d.seed_high)
             for j in range(first, end):

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ._dispatch import kernels
-from ._dtypes import storage
+from ._dtypes import computed_in, storage
 
 
 def attend(problem, out=None, swapped=False, want_lse=False):
@@ -26,6 +26,23 @@ def attend(problem, out=None, swapped=False, want_lse=False):
     place = out.swapaxes(1, 2) if swapped else out
     kernels(q.dtype).attend(q, k, v, place, lse, mask, None, codes, options)
     return out, lse
+
+
+def project(x, W, b, head_size=None):
+    """x (B, L, n) @ W (n, m) + b, all of one dtype: (B, L, m), or with a `head_size`, and heads apart
+    in memory, (B, m // head_size, L, head_size)."""
+    (B, L, _), m, code = x.shape, W.shape[1], storage(W.dtype)
+    exact = computed_in(x.dtype)
+    if x.dtype != exact or x.strides[2] != x.itemsize:
+        x = np.ascontiguousarray(x, exact)
+    if head_size is None:
+        out = np.empty((B, L, m), W.dtype)
+        place = out.reshape(B, L, 1, m)
+    else:
+        out = np.empty((B, m // head_size, L, head_size), W.dtype)
+        place = out.swapaxes(1, 2)
+    kernels(exact).project(x, W, b, place, code, code)
+    return out
 
 
 def weigh(problem, heads, rows):

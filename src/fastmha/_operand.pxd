@@ -42,8 +42,8 @@ cdef inline int bind(
         want = lead[axis] if axis < leads else rows if axis == leads else cols
         have = view.shape[own] if own >= 0 else 1
         stride = view.strides[own] if own >= 0 and have > 1 else 0
-        if axis == leads - 1 and 1 < have < want and want % have == 0:
-            o.group = want // have
+        if axis == leads - 1 and have > 0 and want % have == 0:
+            o.group = max(<Py_ssize_t>1, want // have)
         elif have != 1 and have != want:
             raise ValueError("arrays whose shapes do not fit")
         if axis < leads:
@@ -80,36 +80,53 @@ cdef inline void load_row(
         i += 1
 
 
-cdef inline void load_lanes(
-    const char *p, int storage, Py_ssize_t row, Py_ssize_t col, Py_ssize_t rows, Py_ssize_t cols,
-    real *out, Py_ssize_t pitch,
+cdef inline void store_row(
+    char *p, int storage, Py_ssize_t step, Py_ssize_t n, const real *values
 ) noexcept nogil:
-    """out[c * pitch + r] = element (r, c) for `rows` <= LANES rows: they come to lie across lanes.
+    """n reals to elements that lie `step` bytes apart."""
+    cdef Py_ssize_t i = 0
+    if storage == REAL and step == sizeof(real):
+        while i + LANES <= n:
+            vstoreu(<real *>p + i, vloadu(values + i))
+            i += LANES
+    while i < n:
+        store_one(p + i * step, values[i], storage)
+        i += 1
 
-    Lanes beyond `rows` repeat the last row.
+
+cdef inline void load_lanes(
+    const char *const *rows, Py_ssize_t count, int storage, Py_ssize_t col, Py_ssize_t cols, real *out,
+    Py_ssize_t pitch,
+) noexcept nogil:
+    """out[c * pitch + r] = element c of row r, for `count` <= LANES rows: they come to lie across lanes.
+
+    Lanes beyond `count` repeat the last row.
     """
+    cdef const char *row[LANES]
     cdef vec block[LANES]
     cdef Py_ssize_t c = 0
     cdef int r
+    for r in range(LANES):
+        row[r] = rows[r if r < count else count - 1]
     if storage == REAL and col == sizeof(real):
         while c + LANES <= cols:
             for r in range(LANES):
-                block[r] = vloadu(<const real *>(p + (r if r < rows else rows - 1) * row) + c)
+                block[r] = vloadu(<const real *>row[r] + c)
             vtranspose(block)
             for r in range(LANES):
                 vstore(out + (c + r) * pitch, block[r])
             c += LANES
     while c < cols:
         for r in range(LANES):
-            out[c * pitch + r] = load_one(p + (r if r < rows else rows - 1) * row + c * col, storage)
+            out[c * pitch + r] = load_one(row[r] + c * col, storage)
         c += 1
 
 
 cdef inline void store_lanes(
-    char *p, int storage, Py_ssize_t row, Py_ssize_t col, Py_ssize_t rows, Py_ssize_t cols,
+    char *const *rows, Py_ssize_t count, int storage, Py_ssize_t col, Py_ssize_t cols,
     const real *values, Py_ssize_t pitch,
 ) noexcept nogil:
-    """Element (r, c) = values[c * pitch + r] for `rows` <= LANES rows."""
+    """Element c of row r = values[c * pitch + r], for `count` <= LANES rows."""
     cdef vec block[LANES]
     cdef Py_ssize_t c = 0
     cdef int r
@@ -118,10 +135,10 @@ cdef inline void store_lanes(
             for r in range(LANES):
                 block[r] = vload(values + (c + r) * pitch)
             vtranspose(block)
-            for r in range(rows):
-                vstoreu(<real *>(p + r * row) + c, block[r])
+            for r in range(count):
+                vstoreu(<real *>rows[r] + c, block[r])
             c += LANES
     while c < cols:
-        for r in range(rows):
-            store_one(p + r * row + c * col, values[c * pitch + r], storage)
+        for r in range(count):
+            store_one(rows[r] + c * col, values[c * pitch + r], storage)
         c += 1

@@ -29,7 +29,7 @@ cdef inline void cap_scores(
 
 
 cdef inline void subtract_distance(
-    const int V, Py_ssize_t low, Py_ssize_t high, real *tile, real slope, const vec *position
+    const int V, Py_ssize_t low, Py_ssize_t high, real *tile, const vec *slope, const vec *position
 ) noexcept nogil:
     """ALiBi: slope * |position - key|, positions counted from the atom's start."""
     cdef Py_ssize_t j
@@ -38,7 +38,7 @@ cdef inline void subtract_distance(
     for j in range(low, high):
         for v in range(V):
             place = tile + (j * V + v) * LANES
-            vstore(place, vfma(vset(-slope), vabs(position[v] - vset(<real>j)), vload(place)))
+            vstore(place, vfma(slope[v], vset(0) - vabs(position[v] - vset(<real>j)), vload(place)))
 
 
 cdef inline vec biased(vec score, vec bias) noexcept nogil:

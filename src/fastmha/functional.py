@@ -5,7 +5,7 @@ import numpy as np
 from . import _problem
 from ._dispatch import kernels
 from ._dtypes import as_array, computed_in, storage
-from ._execute import attend, weigh
+from ._execute import attend, project, weigh
 
 
 def scaled_dot_product_attention(
@@ -433,17 +433,22 @@ def multi_head_attention(X, W_Q, W_K, W_V, W_O, h, *, trace=None):
     """
     X, W_Q, W_K, W_V, W_O, h = _problem.five_steps(X, W_Q, W_K, W_V, W_O, h)
     tell = trace or (lambda step, shape: None)
-    q, k, v = X @ W_Q, X @ W_K, X @ W_V
+    batch = X[None] if X.ndim == 2 else X
+
+    def times(x, W):
+        return project(x, W, None).reshape(*X.shape[:-1], W.shape[1])
+
+    q, k, v = times(batch, W_Q), times(batch, W_K), times(batch, W_V)
     tell("project", q.shape)
-    q, k, v = (x.reshape(*x.shape[:-1], h, -1).swapaxes(-3, -2) for x in (q, k, v))
+    q, k, v = (x.reshape(*x.shape[:-1], h, x.shape[-1] // h).swapaxes(-3, -2) for x in (q, k, v))
     tell("split", q.shape)
     # Heads side by side in memory, so that to concatenate them is to look at them differently.
     heads = np.empty((*X.shape[:-1], h, v.shape[-1]), X.dtype)
     attend(_problem.torch_problem(q, k, v), out=heads.swapaxes(-3, -2))
     for i in range(h):
         tell("attend", heads[..., i, :].shape)
-    concatenated = heads.reshape(*X.shape[:-1], -1)
+    concatenated = heads.reshape(*X.shape[:-1], W_O.shape[0])
     tell("concat", concatenated.shape)
-    out = concatenated @ W_O
+    out = times(concatenated.reshape(*batch.shape[:2], -1), W_O)
     tell("output", out.shape)
     return out

@@ -1,0 +1,353 @@
+"""One atom of keys for one panel of rows: the step that all paths are made of."""
+from libc.stdint cimport uint32_t
+
+from fastmha._block cimport Block, Panel, per_head, share
+from fastmha._call cimport ATOM, BOUNDLESS, PANEL, Call
+from fastmha._dropout cimport drop_weights
+from fastmha._mask cimport load_mask, one_row
+from fastmha._math cimport exp2_scaled
+from fastmha._operand cimport Operand, load_row
+from fastmha._simd cimport (
+    INFINITY, LANES, PANEL_VECTORS, TILE_ROWS, bit_vec, bits, real, vec, vfma, vless, vload, vload_words,
+    vloadu, vmax, vset, vstore, vstoreu,
+)
+from fastmha._stages cimport (
+    add_bias, cap_scores, finite, find_maximum, hide_masked, hide_outside, mark_hidden, scale_scores,
+    subtract_distance, weigh,
+)
+from fastmha._operand cimport store_lanes
+from fastmha._storage cimport BOOL, REAL
+from fastmha._tile cimport score_rows, value_rows
+
+
+cdef struct Rows:
+    # An atom's keys or values, ready to be read as scalars.
+    const real *data
+    Py_ssize_t row                      # in reals
+
+
+cdef inline Rows ready(
+    const Operand *o, const char *data, Py_ssize_t first, Py_ssize_t n, Py_ssize_t width, real *copy
+) noexcept nogil:
+    """n rows from `first` on: read in place where they are reals side by side, else copied."""
+    cdef Rows rows
+    cdef Py_ssize_t j
+    data += first * o.row
+    if o.storage == REAL and (o.col == sizeof(real) or width == 1) and o.row % <Py_ssize_t>sizeof(real) == 0:
+        rows.data = <const real *>data
+        rows.row = o.row // <Py_ssize_t>sizeof(real)
+        return rows
+    for j in range(n):
+        load_row(data + j * o.row, o.storage, o.col, width, copy + j * width)
+    rows.data = copy
+    rows.row = width
+    return rows
+
+
+# --- scores ------------------------------------------------------------------------------------------
+
+cdef inline void stand(
+    const int V, const Block *b, const Panel *p, Py_ssize_t atom, Py_ssize_t offset, Py_ssize_t least,
+    Py_ssize_t most, vec *places,
+) noexcept nogil:
+    """The rows' positions plus an offset, counted from the atom's start, between two bounds."""
+    cdef real lane[PANEL]
+    cdef int i, v
+    for i in range(V * LANES):
+        lane[i] = <real>max(least, min(most, b.position[p.first + min(i, p.count - 1)] - atom + offset))
+    for v in range(V):
+        places[v] = vloadu(lane + v * LANES)
+
+
+cdef inline void score_atom(
+    const int V, const Call *c, const Panel *p, const Rows *keys, Py_ssize_t low, Py_ssize_t high,
+    real *tile, vec *most,
+) noexcept nogil:
+    """The products of keys low to high with the panel's queries."""
+    cdef Py_ssize_t j = low, left
+    cdef const real *rows = keys.data + low * keys.row
+    cdef int v
+    for v in range(V):
+        most[v] = vset(-INFINITY)
+    tile += low * V * LANES
+    if V == 1:
+        # With one vector a row of the tile, six chains would wait for one another.
+        while high - j >= 2 * TILE_ROWS:
+            score_rows(2 * TILE_ROWS, V, c.d, rows, keys.row, p.queries, tile, most)
+            rows += 2 * TILE_ROWS * keys.row
+            tile += 2 * TILE_ROWS * V * LANES
+            j += 2 * TILE_ROWS
+    while high - j >= TILE_ROWS:
+        score_rows(TILE_ROWS, V, c.d, rows, keys.row, p.queries, tile, most)
+        rows += TILE_ROWS * keys.row
+        tile += TILE_ROWS * V * LANES
+        j += TILE_ROWS
+    left = high - j
+    if left == 5:
+        score_rows(5, V, c.d, rows, keys.row, p.queries, tile, most)
+    elif left == 4:
+        score_rows(4, V, c.d, rows, keys.row, p.queries, tile, most)
+    elif left == 3:
+        score_rows(3, V, c.d, rows, keys.row, p.queries, tile, most)
+    elif left == 2:
+        score_rows(2, V, c.d, rows, keys.row, p.queries, tile, most)
+    elif left == 1:
+        score_rows(1, V, c.d, rows, keys.row, p.queries, tile, most)
+
+
+cdef inline bint score_tile(
+    const int V, const Call *c, const Block *b, const Panel *p, Py_ssize_t atom, const Rows *keys,
+    Py_ssize_t *low, Py_ssize_t *high, vec *most,
+) noexcept nogil:
+    """The final scores of an atom's keys low to high, and their maxima: all others are hidden from all
+    the panel's rows. True if some in between are hidden from some, or may be."""
+    cdef Py_ssize_t lowest = p.lowest - atom, highest = p.highest - atom
+    cdef bint masked = False, outside, alike = False
+    cdef vec first[4]
+    cdef vec last[4]
+    cdef int v
+    low[0] = max(<Py_ssize_t>0, lowest - c.left)
+    high[0] = min(min(<Py_ssize_t>ATOM, b.keys - atom), highest + c.right + 1)
+    if c.mask.data != NULL and low[0] < high[0]:
+        alike = one_row(b, p)
+        masked = load_mask(&c.mask, b, p, atom, alike, low, high)
+    if low[0] >= high[0]:
+        return False
+    outside = highest - c.left > low[0] or lowest + c.right < high[0] - 1
+    score_atom(V, c, p, keys, low[0], high[0], b.tile, most)
+    if not c.raw:
+        scale_scores(V, low[0], high[0], b.tile, c.scale)
+        if c.softcap > 0:
+            cap_scores(V, low[0], high[0], b.tile, c.softcap)
+        if c.slopes != NULL:
+            stand(V, b, p, atom, 0, -BOUNDLESS, BOUNDLESS, first)
+            for v in range(V):
+                last[v] = per_head(c.slopes, b, p, v)
+            subtract_distance(V, low[0], high[0], b.tile, last, first)
+    if masked:
+        if c.mask.storage == BOOL:
+            hide_masked(V, low[0], high[0], b.tile, b.bias, alike)
+        else:
+            add_bias(V, low[0], high[0], b.tile, b.bias, alike)
+    if outside:
+        stand(V, b, p, atom, -c.left, 0, ATOM, first)
+        stand(V, b, p, atom, c.right, -1, ATOM, last)
+        hide_outside(V, low[0], high[0], b.tile, first, last)
+    if masked or outside or not c.raw:
+        find_maximum(V, low[0], high[0], b.tile, most)
+    return masked or outside
+
+
+# --- weighted sums -----------------------------------------------------------------------------------
+
+cdef inline void sum_values(
+    const int V, const Call *c, const Panel *p, const Rows *values, Py_ssize_t low, Py_ssize_t high,
+    const real *tile, const vec *keep, const vec *add,
+) noexcept nogil:
+    """p.out = p.out * keep + (weighted sums of the values) * add."""
+    cdef Py_ssize_t e = 0, left, n = high - low
+    cdef const real *columns = values.data + low * values.row
+    cdef real *out = p.out
+    tile += low * V * LANES
+    if V == 1:
+        while c.e - e >= 2 * TILE_ROWS:
+            value_rows(2 * TILE_ROWS, V, n, columns, values.row, tile, keep, add, out)
+            columns += 2 * TILE_ROWS
+            out += 2 * TILE_ROWS * V * LANES
+            e += 2 * TILE_ROWS
+    while c.e - e >= TILE_ROWS:
+        value_rows(TILE_ROWS, V, n, columns, values.row, tile, keep, add, out)
+        columns += TILE_ROWS
+        out += TILE_ROWS * V * LANES
+        e += TILE_ROWS
+    left = c.e - e
+    if left == 5:
+        value_rows(5, V, n, columns, values.row, tile, keep, add, out)
+    elif left == 4:
+        value_rows(4, V, n, columns, values.row, tile, keep, add, out)
+    elif left == 3:
+        value_rows(3, V, n, columns, values.row, tile, keep, add, out)
+    elif left == 2:
+        value_rows(2, V, n, columns, values.row, tile, keep, add, out)
+    elif left == 1:
+        value_rows(1, V, n, columns, values.row, tile, keep, add, out)
+
+
+cdef inline void sum_seen_values(
+    int vectors, const Call *c, const Panel *p, const Rows *values, Py_ssize_t low, Py_ssize_t high,
+    const real *tile, const real *marks, const vec *keep, const vec *add,
+) noexcept nogil:
+    """`sum_values` where values that are not finite lie among the hidden: 0 * NaN would show them."""
+    cdef Py_ssize_t e, j
+    cdef int v
+    cdef vec sum
+    cdef real *place
+    for e in range(c.e):
+        for v in range(vectors):
+            sum = vset(0)
+            for j in range(low, high):
+                sum = vless(
+                    vset(0), vload(marks + (j * vectors + v) * LANES),
+                    vfma(vset(values.data[j * values.row + e]), vload(tile + (j * vectors + v) * LANES), sum),
+                    sum,
+                )
+            place = p.out + (e * vectors + v) * LANES
+            vstore(place, vfma(sum, add[v], vload(place) * keep[v]))
+
+
+cdef inline bint all_finite(const Rows *rows, Py_ssize_t n, Py_ssize_t width) noexcept nogil:
+    cdef vec sum = vset(0)
+    cdef real lane[LANES]
+    cdef real rest = 0
+    cdef Py_ssize_t j, e
+    cdef int r
+    for j in range(n):
+        e = 0
+        while e + LANES <= width:
+            sum = vfma(vloadu(rows.data + j * rows.row + e), vset(0), sum)
+            e += LANES
+        while e < width:
+            rest += rows.data[j * rows.row + e] * 0
+            e += 1
+    vstoreu(lane, sum)
+    for r in range(LANES):
+        rest += lane[r]
+    return rest == 0
+
+
+# --- steps -------------------------------------------------------------------------------------------
+
+cdef inline void drop(
+    const int V, const Call *c, const Block *b, const Panel *p, Py_ssize_t atom, Py_ssize_t low,
+    Py_ssize_t high,
+) noexcept nogil:
+    cdef bits lane[PANEL]
+    cdef bit_vec positions[4]
+    cdef bit_vec heads[4]
+    cdef int i, v
+    for i in range(V * LANES):
+        lane[i] = <bits><uint32_t>b.position[p.first + min(i, p.count - 1)]
+    for v in range(V):
+        positions[v] = vload_words(lane + v * LANES)
+    for i in range(V * LANES):
+        lane[i] = b.head[p.first + min(i, p.count - 1)]
+    for v in range(V):
+        heads[v] = vload_words(lane + v * LANES)
+    drop_weights(V, low, high, b.tile, &c.dropout, atom, positions, heads, b.member)
+
+
+cdef inline void rescale(
+    const int V, const Call *c, Panel *p, const vec *most, const vec *total, vec *keep, vec *add
+) noexcept nogil:
+    """Takes in a maximum and a sum of weights. `keep` and `add` bring what the panel has, and what
+    comes to it, to the greater maximum. Where nothing was seen, nothing weighs."""
+    cdef vec before, now, base
+    cdef int v
+    for v in range(V):
+        before = vload(p.most + v * LANES)
+        now = vmax(before, most[v])
+        base = finite(now)
+        keep[v] = exp2_scaled(before - base, vset(c.sharpness))
+        add[v] = exp2_scaled(most[v] - base, vset(c.sharpness))
+        vstore(p.most + v * LANES, now)
+        vstore(p.total + v * LANES, vfma(total[v], add[v], vload(p.total + v * LANES) * keep[v]))
+
+
+cdef inline void advance(
+    const int V, const Call *c, const Block *b, Panel *p, Py_ssize_t atom, const Rows *keys,
+    const Rows *values, int *values_finite,
+) noexcept nogil:
+    """Takes the panel one atom of keys further."""
+    cdef Py_ssize_t low, high
+    cdef bint careful = False
+    cdef vec most[4]
+    cdef vec total[4]
+    cdef vec keep[4]
+    cdef vec add[4]
+    if score_tile(V, c, b, p, atom, keys, &low, &high, most):
+        if values_finite[0] < 0:
+            values_finite[0] = all_finite(values, min(<Py_ssize_t>ATOM, b.keys - atom), c.e)
+        careful = not values_finite[0]
+        if careful:
+            mark_hidden(V, low, high, b.tile, b.bias)
+    if low >= high:
+        return
+    weigh(V, low, high, b.tile, most, c.sharpness, total)
+    if c.dropout.threshold:
+        drop(V, c, b, p, atom, low, high)
+    rescale(V, c, p, most, total, keep, add)
+    if careful:
+        sum_seen_values(V, c, p, values, low, high, b.tile, b.bias, keep, add)
+    else:
+        sum_values(V, c, p, values, low, high, b.tile, keep, add)
+
+
+cdef inline void merge(const Call *c, Panel *p, const Panel *part) noexcept nogil:
+    """Takes the panel further by what another, which began anew, saw of one atom: the same bits."""
+    cdef vec most, total, keep, add
+    cdef real *place
+    cdef Py_ssize_t e
+    cdef int v
+    cdef Panel one
+    for v in range(p.vectors):
+        one = p[0]
+        one.most += v * LANES
+        one.total += v * LANES
+        most, total = vload(part.most + v * LANES), vload(part.total + v * LANES)
+        rescale(1, c, &one, &most, &total, &keep, &add)
+        for e in range(c.e):
+            place = p.out + (e * p.vectors + v) * LANES
+            vstore(place, vfma(vload(part.out + (e * p.vectors + v) * LANES), add, vload(place) * keep))
+
+
+cdef inline void write_weights(
+    const int V, const Call *c, const Block *b, const Panel *p, Py_ssize_t atom, const Rows *keys,
+) noexcept nogil:
+    """The atom's probabilities, once the panel has been through all atoms."""
+    cdef Py_ssize_t low, high, j
+    cdef char *rows[LANES]
+    cdef vec most[4]
+    cdef vec base, part
+    cdef real *place
+    cdef int v, r, count
+    score_tile(V, c, b, p, atom, keys, &low, &high, most)
+    if low >= high:
+        return
+    for v in range(V):
+        base = finite(vload(p.most + v * LANES))
+        part = share(c, b, p, v)
+        for j in range(low, high):
+            place = b.tile + (j * V + v) * LANES
+            vstore(place, exp2_scaled(vload(place) - base, vset(c.sharpness)) * part)
+        count = min(LANES, p.count - v * LANES)
+        for r in range(count):
+            rows[r] = b.weights[p.first + v * LANES + r] + (atom + low) * c.weights.col
+        store_lanes(rows, count, c.weights.storage, c.weights.col, high - low,
+                    b.tile + (low * V + v) * LANES, V * LANES)
+
+
+cdef inline void step(
+    const Call *c, const Block *b, Panel *p, Py_ssize_t atom, const Rows *keys, const Rows *values,
+    int *values_finite,
+) noexcept nogil:
+    """`advance`, or where there are no values `write_weights`, with V a constant, as it must be."""
+    if p.vectors == 1:
+        if values != NULL:
+            advance(1, c, b, p, atom, keys, values, values_finite)
+        else:
+            write_weights(1, c, b, p, atom, keys)
+    elif p.vectors == 2:
+        if values != NULL:
+            advance(2, c, b, p, atom, keys, values, values_finite)
+        else:
+            write_weights(2, c, b, p, atom, keys)
+    elif PANEL_VECTORS > 2 and p.vectors == 3:
+        if values != NULL:
+            advance(3, c, b, p, atom, keys, values, values_finite)
+        else:
+            write_weights(3, c, b, p, atom, keys)
+    elif PANEL_VECTORS > 2:
+        if values != NULL:
+            advance(PANEL_VECTORS, c, b, p, atom, keys, values, values_finite)
+        else:
+            write_weights(PANEL_VECTORS, c, b, p, atom, keys)

@@ -1,0 +1,81 @@
+"""What all tests share: hypothesis's settings, the marker `slow`, threads as they were, subprocesses."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+try:
+    import hypothesis
+except ImportError:  # the tests that need it are left out
+    hypothesis = None
+else:
+    hypothesis.settings.register_profile(
+        "ci",
+        derandomize=True,
+        database=None,
+        deadline=None,
+        max_examples=50,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+    hypothesis.settings.load_profile("ci")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: takes more than ten seconds; only run by -m slow")
+    config.addinivalue_line("filterwarnings", "error")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("markexpr"):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="slow: run by -m slow"))
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before():
+    """The number of threads is one for the process: a test that sets it leaves no trace."""
+    import fastmha
+
+    with fastmha.num_threads(fastmha.get_num_threads()):
+        yield
+
+
+@pytest.fixture(scope="session")
+def torch():
+    return pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="session")
+def run_python():
+    """run_python(code, *arguments, timeout=60, **environment): a process of its own, the modules of
+    this folder at hand; a variable that is None is unset."""
+
+    def run(code, *arguments, timeout=60, **environment):
+        process = start_python(code, *arguments, **environment)
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
+            pytest.fail(f"still running after {timeout} s\n{out}\n{err}")
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    return run
+
+
+def start_python(code, *arguments, **environment):
+    folder = str(pathlib.Path(__file__).parent)
+    paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment}
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env={name: text for name, text in environment.items() if text is not None},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
