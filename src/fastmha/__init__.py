@@ -7,12 +7,12 @@
 (8, 128, 64)
 """
 
-from . import reference
-from ._build_config import VERSION as __version__
+from . import _build_config, reference
 from ._dispatch import show_config
 from ._threads import get_num_threads, num_threads, set_num_threads
 from .functional import (
     attention,
+    attention_backward,
     attention_weights,
     merge_attention,
     multi_head_attention,
@@ -28,6 +28,7 @@ __all__ = [
     "Rope",
     "alibi_slopes",
     "attention",
+    "attention_backward",
     "attention_weights",
     "get_num_threads",
     "merge_attention",
@@ -40,3 +41,5 @@ __all__ = [
     "show_config",
     "softmax",
 ]
+
+__version__ = _build_config.VERSION

@@ -13,7 +13,7 @@ from fastmha._simd cimport (
 )
 from fastmha._stages cimport (
     add_bias, cap_scores, finite, find_maximum, hide_masked, hide_outside, mark_hidden, scale_scores,
-    subtract_distance, weigh,
+    slope_of_cap, subtract_distance, weigh,
 )
 from fastmha._operand cimport store_lanes
 from fastmha._storage cimport BOOL, REAL
@@ -119,6 +119,8 @@ cdef inline bint score_tile(
         scale_scores(V, low[0], high[0], b.tile, c.scale)
         if c.softcap > 0:
             cap_scores(V, low[0], high[0], b.tile, c.softcap)
+            if b.cap_slope != NULL:
+                slope_of_cap(V, low[0], high[0], b.tile, c.softcap, b.cap_slope)
         if c.slopes != NULL:
             stand(V, b, p, atom, 0, -BOUNDLESS, BOUNDLESS, first)
             for v in range(V):

@@ -24,6 +24,7 @@ cdef struct Panel:
     real *out                           # [e][row], not yet divided
     real *most                          # maximum of the scores so far
     real *total                         # sum of the weights so far
+    real *grad                          # [e][row] of the output's gradient, going back
 
 
 cdef struct Block:
@@ -44,6 +45,7 @@ cdef struct Block:
     Panel panel[BLOCK_PANELS]
     real *tile                          # [key][row] of a panel: scores, then weights
     real *bias                          # [key][row] or [key]: the mask's part for the tile
+    real *cap_slope                     # [key][row]: the softcap's derivative, or NULL if not wanted
     real *key_copy                      # [key][d] and [key][e], where they can't be read in place
     real *value_copy
 
@@ -66,7 +68,7 @@ cdef inline void find_rows(const Call *c, Py_ssize_t number, Block *b) noexcept 
     ones start early. Rows past a member's length neither ask nor answer: they are done here."""
     cdef Py_ssize_t index[MOST_AXES]
     cdef Py_ssize_t first = (c.blocks - 1 - number % c.blocks) * BLOCK, rest = number // c.blocks
-    cdef Py_ssize_t row, head, query, e, n, limit = c.queries, shift = c.shift
+    cdef Py_ssize_t _row, head, query, e, n, limit = c.queries, shift = c.shift
     cdef const char *q
     cdef const char *mask
     cdef const char *out
@@ -92,7 +94,7 @@ cdef inline void find_rows(const Call *c, Py_ssize_t number, Block *b) noexcept 
     lse, weights = base(&c.lse, c.leads, index), base(&c.weights, c.leads, index)
     b.rows = 0
     head, query = first // c.queries, first % c.queries
-    for row in range(first, min(first + BLOCK, c.queries * c.stack)):
+    for _row in range(first, min(first + BLOCK, c.queries * c.stack)):
         n = b.rows
         b.out[n] = entry(&c.out, c.leads, out, head, query)
         b.lse[n] = entry(&c.lse, c.leads, lse, head, query)
@@ -104,7 +106,7 @@ cdef inline void find_rows(const Call *c, Py_ssize_t number, Block *b) noexcept 
             b.head[n] = <bits>(index[c.leads - 1] + head) if c.leads else 0
             b.rows += 1
         else:
-            for e in range(c.e):
+            for e in range(c.out_width):
                 store_one(b.out[n] + e * c.out.col, 0, c.out.storage)
             if b.lse[n] != NULL:
                 store_one(b.lse[n], -INFINITY, c.lse.storage)
@@ -157,6 +159,7 @@ cdef inline size_t rounded_up(size_t bytes) noexcept nogil:
 cdef inline void deal_scratch(const Call *c, Block *b, char *scratch) noexcept nogil:
     b.tile = <real *>scratch
     b.bias = b.tile + ATOM * PANEL
+    b.cap_slope = NULL
     b.key_copy = b.bias + ATOM * PANEL
     b.value_copy = b.key_copy + ATOM * c.d
 

@@ -31,6 +31,7 @@ cdef struct Call:
     int leads
     Py_ssize_t lead[MOST_AXES]          # shape of the leading axes
     Py_ssize_t queries, keys, d, e
+    Py_ssize_t out_width                # elements of a row of `out`
     Py_ssize_t left, right              # a query at position p sees keys p - left to p + right
     Py_ssize_t shift                    # query i stands at position i + shift
     const long long *shifts             # for each index of the first leading axis, in place of shift

@@ -19,8 +19,8 @@ cdef struct Dropout:
 cdef inline void philox(bit_vec *x, uint32_t key_low, uint32_t key_high) noexcept nogil:
     """Ten rounds on the four words x of each lane."""
     cdef bit_vec high0, low0, high1, low1
-    cdef int turn
-    for turn in range(10):
+    cdef int _turn
+    for _turn in range(10):
         vword_product(x[0], 0xD2511F53, &high0, &low0)
         vword_product(x[2], 0xCD9E8D57, &high1, &low1)
         x[0] = high1 ^ x[1] ^ vword(key_low)

@@ -4,6 +4,7 @@ import numpy as np
 
 from ._dispatch import kernels
 from ._dtypes import computed_in, storage
+from ._plan import backward_chunk
 
 
 def attend(problem, out=None, swapped=False, want_lse=False):
@@ -26,6 +27,52 @@ def attend(problem, out=None, swapped=False, want_lse=False):
     place = out.swapaxes(1, 2) if swapped else out
     kernels(q.dtype).attend(q, k, v, place, lse, mask, None, codes, options)
     return out, lse
+
+
+def attend_backward(problem, grad, out, lse, swapped=False, grad_mask=False):
+    """dq, dk, dv, and dmask or None, laid out like query, key, value and mask."""
+    q, k, v, mask, lead, options = problem
+    exact = computed_in(q.dtype)
+    (B, H), L, S, D, G = lead, q.shape[2], k.shape[2], q.shape[3], k.shape[1]
+    chunk = backward_chunk(B * G, S)
+    chunks = max(1, -(-S // chunk))
+    parts = _arrays((chunks, B, H, L, D), exact if chunks > 1 else q.dtype, swapped)
+    if chunks > 1 and options.query_lengths is not None:
+        parts[1:] = 0  # the kernels leave out rows that do not ask, but for the first part
+    # Keys and values that serve all members get the sum over them.
+    dk = _arrays((B, G, S, D), q.dtype if k.shape[0] == B else exact, swapped)
+    dv = _arrays((B, G, S, v.shape[3]), q.dtype if v.shape[0] == B else exact, swapped)
+    dmask = np.zeros(mask.shape, exact) if grad_mask else None
+    arrays = (grad, q, k, v, out, lse, mask, parts, dk, dv)
+    codes = tuple(0 if x is None else storage(x.dtype) for x in arrays)
+    kernels(q.dtype).attend_backward(*arrays, dmask, codes, options, chunk)
+    dq = parts[0] if chunks == 1 else parts.sum(axis=0)
+    if k.shape[0] != B:
+        dk = dk.sum(axis=0, keepdims=True)
+    if v.shape[0] != B:
+        dv = dv.sum(axis=0, keepdims=True)
+    dq, dk, dv = (x.swapaxes(1, 2) if swapped else x for x in (dq, dk, dv))
+    dq, dk, dv = (np.ascontiguousarray(x, q.dtype) for x in (dq, dk, dv))
+    return dq, dk, dv, dmask.astype(mask.dtype, copy=False) if grad_mask else None
+
+
+def sink_gradient(problem, grad, out, lse):
+    """dsinks (H,): the sink's weight, exp(sink - log of the whole denominator), times -grad . out."""
+    exact = problem.lse_dtype
+    sinks = problem.options.sinks.astype(exact)[:, None]
+    with np.errstate(under="ignore", invalid="ignore", divide="ignore", over="ignore"):
+        delta = np.einsum("bhle,bhle->bhl", grad.astype(exact), out.astype(exact))
+        weight = np.exp(sinks - np.logaddexp(sinks, lse))
+        seen = ~np.isneginf(lse)
+        return -np.where(seen, weight * delta, 0).sum(axis=(0, 2), dtype=np.float64).astype(exact)
+
+
+def _arrays(shape, dtype, swapped):
+    """(..., H, L, D) that lies in memory as (..., L, H, D) if `swapped`."""
+    if not swapped:
+        return np.empty(shape, dtype)
+    *rest, H, L, D = shape
+    return np.empty((*rest, L, H, D), dtype).swapaxes(-3, -2)
 
 
 def project(x, W, b, head_size=None):

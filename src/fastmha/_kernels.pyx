@@ -30,6 +30,7 @@ from fastmha._block cimport (
     Block, Panel, block_bytes, clear_panel, close_panel, deal_scratch, open_block, tile_bytes,
 )
 from fastmha._call cimport ATOM, BLOCK, BOUNDLESS, PANEL, Call
+from fastmha._gradient cimport Gradient, gradient_piece, head_bytes, mask_gradient_piece, mask_gradient_pieces
 from fastmha._math cimport vexp
 from fastmha._operand cimport MOST_AXES, bind, load_lanes, locate, store_lanes
 from fastmha._project cimport PROJECT_COLUMNS, PROJECT_ROWS, Projection, project_block, project_bytes
@@ -208,6 +209,98 @@ cdef const void *vector(Py_buffer *view, array, Py_ssize_t length, Py_ssize_t it
     return view.buf
 
 
+cdef enum:
+    CALL_VIEWS = 12                     # buffers that a call holds
+
+
+cdef int open_call(Call *c, Py_buffer *views, tuple arrays, tuple storages, options) except -1:
+    """Fits the arrays (q, k, v, out, lse, mask, weights) and the options together.
+
+    `views` has zeros where the buffers go. They are held until `close_views`, also after an error.
+    """
+    cdef Py_buffer *o = &views[3]
+    cdef int axis
+    cdef Py_ssize_t heads, members
+    cdef double scale, softcap, dropout_p, log2e = 1.4426950408889634
+    cdef long long left, right
+    cdef uint64_t seed
+    lse, mask, weights = arrays[4:]
+    (
+        scale, softcap, left, right, shift, shifts, slopes, sinks, key_lengths, query_lengths, dropout_p,
+        seed, member,
+    ) = options
+    memset(c, 0, sizeof(c[0]))
+    for axis, array in enumerate(arrays):
+        if array is not None:
+            PyObject_GetBuffer(array, &views[axis], PyBUF_STRIDED if axis in (3, 4, 6) else PyBUF_STRIDED_RO)
+    if o.ndim < 2 or views[0].ndim < 2 or views[1].ndim < 2 or views[2].ndim < 2 or o.ndim > MOST_AXES:
+        raise ValueError("arrays of too few or too many axes")
+    c.leads = o.ndim - 2
+    c.total = 1
+    for axis in range(c.leads):
+        c.lead[axis] = o.shape[axis]
+        c.total *= o.shape[axis]
+    c.queries = o.shape[o.ndim - 2]
+    c.out_width = o.shape[o.ndim - 1]
+    c.d = views[0].shape[views[0].ndim - 1]
+    c.e = views[2].shape[views[2].ndim - 1]
+    c.keys = views[1].shape[views[1].ndim - 2]
+    bind(&c.q, &views[0], storages[0], c.leads, c.lead, c.queries, c.d)
+    bind(&c.k, &views[1], storages[1], c.leads, c.lead, c.keys, c.d)
+    bind(&c.v, &views[2], storages[2], c.leads, c.lead, c.keys, c.e)
+    bind(&c.out, o, storages[3], c.leads, c.lead, c.queries, c.out_width)
+    if lse is not None:
+        bind(&c.lse, &views[4], storages[4], c.leads, c.lead, c.queries, 1, True)
+    if mask is not None:
+        bind(&c.mask, &views[5], storages[5], c.leads, c.lead, c.queries, c.keys)
+    if weights is not None:
+        bind(&c.weights, &views[6], storages[6], c.leads, c.lead, c.queries, c.keys)
+    heads = c.lead[c.leads - 1] if c.leads else 0
+    members = c.lead[0] if c.leads else 0
+    c.slopes = <const double *>vector(&views[7], slopes, heads, 8)
+    c.sinks = <const double *>vector(&views[8], sinks, heads, 8)
+    c.shifts = <const long long *>vector(&views[9], shifts, members, 8)
+    c.key_lengths = <const long long *>vector(&views[10], key_lengths, members, 8)
+    c.query_lengths = <const long long *>vector(&views[11], query_lengths, members, 8)
+    for axis in range(members):
+        if (
+            c.key_lengths != NULL and not 0 <= c.key_lengths[axis] <= c.keys
+            or c.query_lengths != NULL and not 0 <= c.query_lengths[axis] <= c.queries
+        ):
+            raise ValueError("lengths beyond the arrays")
+    c.left = <Py_ssize_t>min(<long long>BOUNDLESS, left)
+    c.right = <Py_ssize_t>min(<long long>BOUNDLESS, right)
+    c.shift = shift
+    c.softcap = <real>softcap
+    c.dropout.threshold = <uint64_t>ceil(dropout_p * 4294967296.0)
+    c.dropout.factor = <real>(1 / (1 - dropout_p)) if dropout_p < 1 else 0
+    c.dropout.seed_low = <uint32_t>seed
+    c.dropout.seed_high = <uint32_t>(seed >> 32)
+    c.dropout.member = <uint32_t>(<Py_ssize_t>member)
+    c.raw = scale != 0 and softcap == 0 and slopes is None and (mask is None or c.mask.storage == BOOL)
+    c.sign = -1 if c.raw and scale < 0 else 1
+    c.scale = <real>(scale * c.sign)
+    c.sharpness = <real>(scale * c.sign * log2e) if c.raw else <real>log2e
+    # Heads that share keys are stacked where the queries of one would leave lanes empty.
+    c.stack = gcd(c.k.group, c.v.group) if c.leads and c.queries < PANEL else 1
+    return count_blocks(c)
+
+
+cdef int count_blocks(Call *c) noexcept nogil:
+    cdef int axis
+    c.blocks = (c.queries * c.stack + BLOCK - 1) // BLOCK
+    c.total = c.blocks
+    for axis in range(c.leads):
+        c.total *= c.lead[axis] // c.stack if axis == c.leads - 1 else c.lead[axis]
+    return 0
+
+
+cdef void close_views(Py_buffer *views, int n) noexcept:
+    cdef int i
+    for i in range(n):
+        PyBuffer_Release(&views[i])              # does nothing where there is none
+
+
 def attend(q, k, v, out, lse, mask, weights, tuple storages, options):
     """Attention of q (..., L, D) over k (..., S, D) and v (..., S, E), into out (..., L, E).
 
@@ -216,88 +309,97 @@ def attend(q, k, v, out, lse, mask, weights, tuple storages, options):
     (scale, softcap, left, right, shift, shifts, slopes, sinks, key_lengths, query_lengths, dropout_p,
     seed, member): slopes and sinks float64, shifts and lengths int64, any of them None.
     """
-    cdef Py_buffer views[12]
-    cdef Py_buffer *o = &views[3]
-    cdef int axis
-    cdef Py_ssize_t heads, members
+    cdef Py_buffer views[CALL_VIEWS]
     cdef Call c
-    cdef double scale, softcap, dropout_p, log2e = 1.4426950408889634
-    cdef long long left, right
-    cdef uint64_t seed
-    (
-        scale, softcap, left, right, shift, shifts, slopes, sinks, key_lengths, query_lengths, dropout_p,
-        seed, member,
-    ) = options
     memset(views, 0, sizeof(views))
-    memset(&c, 0, sizeof(c))
     try:
-        for axis, array in enumerate((q, k, v, out, lse, mask, weights)):
-            if array is not None:
-                PyObject_GetBuffer(
-                    array, &views[axis], PyBUF_STRIDED if axis in (3, 4, 6) else PyBUF_STRIDED_RO
-                )
-        if o.ndim < 2 or views[0].ndim < 2 or views[1].ndim < 2 or o.ndim > MOST_AXES:
-            raise ValueError("arrays of too few or too many axes")
-        c.leads = o.ndim - 2
-        c.total = 1
-        for axis in range(c.leads):
-            c.lead[axis] = o.shape[axis]
-            c.total *= o.shape[axis]
-        c.queries = o.shape[o.ndim - 2]
-        c.e = o.shape[o.ndim - 1]
-        c.d = views[0].shape[views[0].ndim - 1]
-        c.keys = views[1].shape[views[1].ndim - 2]
-        bind(&c.q, &views[0], storages[0], c.leads, c.lead, c.queries, c.d)
-        bind(&c.k, &views[1], storages[1], c.leads, c.lead, c.keys, c.d)
-        bind(&c.v, &views[2], storages[2], c.leads, c.lead, c.keys, c.e)
-        bind(&c.out, o, storages[3], c.leads, c.lead, c.queries, c.e)
-        if lse is not None:
-            bind(&c.lse, &views[4], storages[4], c.leads, c.lead, c.queries, 1, True)
-        if mask is not None:
-            bind(&c.mask, &views[5], storages[5], c.leads, c.lead, c.queries, c.keys)
-        if weights is not None:
-            bind(&c.weights, &views[6], storages[6], c.leads, c.lead, c.queries, c.keys)
-        heads = c.lead[c.leads - 1] if c.leads else 0
-        members = c.lead[0] if c.leads else 0
-        c.slopes = <const double *>vector(&views[7], slopes, heads, 8)
-        c.sinks = <const double *>vector(&views[8], sinks, heads, 8)
-        c.shifts = <const long long *>vector(&views[9], shifts, members, 8)
-        c.key_lengths = <const long long *>vector(&views[10], key_lengths, members, 8)
-        c.query_lengths = <const long long *>vector(&views[11], query_lengths, members, 8)
-        for axis in range(members):
-            if (
-                c.key_lengths != NULL and not 0 <= c.key_lengths[axis] <= c.keys
-                or c.query_lengths != NULL and not 0 <= c.query_lengths[axis] <= c.queries
-            ):
-                raise ValueError("lengths beyond the arrays")
-        c.left = <Py_ssize_t>min(<long long>BOUNDLESS, left)
-        c.right = <Py_ssize_t>min(<long long>BOUNDLESS, right)
-        c.shift = shift
-        c.softcap = <real>softcap
-        c.dropout.threshold = <uint64_t>ceil(dropout_p * 4294967296.0)
-        c.dropout.factor = <real>(1 / (1 - dropout_p)) if dropout_p < 1 else 0
-        c.dropout.seed_low = <uint32_t>seed
-        c.dropout.seed_high = <uint32_t>(seed >> 32)
-        c.dropout.member = <uint32_t>(<Py_ssize_t>member)
-        c.raw = scale != 0 and softcap == 0 and slopes is None and (mask is None or c.mask.storage == BOOL)
-        c.sign = -1 if c.raw and scale < 0 else 1
-        c.scale = <real>(scale * c.sign)
-        c.sharpness = <real>(scale * c.sign * log2e) if c.raw else <real>log2e
-        # Heads that share keys are stacked where the queries of one would leave lanes empty.
-        c.stack = gcd(c.k.group, c.v.group) if c.leads and c.queries < PANEL else 1
-        c.blocks = (c.queries * c.stack + BLOCK - 1) // BLOCK
-        c.total = c.total // c.stack * c.blocks
+        open_call(&c, views, (q, k, v, out, lse, mask, weights), storages, options)
+        if c.out_width != c.e:
+            raise ValueError("arrays whose shapes do not fit")
         c.slot_bytes = block_bytes(&c)
         if c.total:
             attend_all(&c)
     finally:
-        for axis in range(12):
-            PyBuffer_Release(&views[axis])       # does nothing where there is none
+        close_views(views, CALL_VIEWS)
 
+
+# --- gradients ---------------------------------------------------------------------------------------
+
+cdef void gradient_body(void *arg, Py_ssize_t piece, int slot) noexcept nogil:
+    cdef const Gradient *g = <const Gradient *>arg
+    gradient_piece(g, piece, g.c.scratch + slot * g.c.slot_bytes)
+
+
+cdef void mask_gradient_body(void *arg, Py_ssize_t piece, int slot) noexcept nogil:
+    cdef const Gradient *g = <const Gradient *>arg
+    mask_gradient_piece(g, piece, g.c.scratch + slot * g.c.slot_bytes)
+
+
+def attend_backward(
+    grad, q, k, v, out, lse, mask, dq, dk, dv, dmask, tuple storages, options, Py_ssize_t chunk,
+):
+    """The gradients of `attend`: dq (chunks, ..., L, D), dk (..., S, D), dv (..., S, E).
+
+    dq comes in parts, one for each `chunk` of keys, a multiple of ATOM. dk and dv have the heads of k and
+    v, and all other axes of the output. `dmask`, zeros of the mask's own shape, or None, holds reals.
+    `storages` says what the first ten arrays hold; `options` are those of `attend`.
+    """
+    cdef Py_buffer views[CALL_VIEWS + 6]
+    cdef Py_buffer *more = &views[CALL_VIEWS]
+    cdef Gradient g
+    cdef Py_ssize_t pieces, axis
+    cdef int i
+    memset(views, 0, sizeof(views))
+    memset(&g, 0, sizeof(g))
+    try:
+        open_call(
+            &g.c, views, (q, k, v, dq[0], None, mask, None),
+            (storages[1], storages[2], storages[3], storages[7], 0, storages[6], 0), options,
+        )
+        g.c.stack = 1
+        count_blocks(&g.c)
+        if g.c.out_width != g.c.d or g.c.k.group != g.c.v.group or chunk < 1 or chunk % ATOM:
+            raise ValueError("arrays whose shapes do not fit")
+        for i, array in enumerate((grad, out, lse, dk, dv, dmask)):
+            if array is not None:
+                PyObject_GetBuffer(array, &more[i], PyBUF_STRIDED if i >= 3 else PyBUF_STRIDED_RO)
+        bind(&g.grad, &more[0], storages[0], g.c.leads, g.c.lead, g.c.queries, g.c.e)
+        bind(&g.out, &more[1], storages[4], g.c.leads, g.c.lead, g.c.queries, g.c.e)
+        bind(&g.lse, &more[2], storages[5], g.c.leads, g.c.lead, g.c.queries, 1, True)
+        bind(&g.dk, &more[3], storages[8], g.c.leads, g.c.lead, g.c.keys, g.c.d)
+        bind(&g.dv, &more[4], storages[9], g.c.leads, g.c.lead, g.c.keys, g.c.e)
+        if g.dk.group != g.c.k.group or g.dv.group != g.c.k.group:
+            raise ValueError("arrays whose shapes do not fit")
+        g.chunk = min(chunk, (g.c.keys + ATOM - 1) // ATOM * ATOM)
+        g.chunks = max(<Py_ssize_t>1, (g.c.keys + chunk - 1) // chunk)
+        if len(dq) != g.chunks:
+            raise ValueError("arrays whose shapes do not fit")
+        g.dq_part = dq.strides[0]
+        g.d_pitch = (g.c.d + LANES - 1) // LANES * LANES
+        g.e_pitch = (g.c.e + LANES - 1) // LANES * LANES
+        g.c.slot_bytes = head_bytes(&g)
+        pieces = g.chunks
+        for axis in range(g.c.leads):
+            pieces *= g.c.lead[axis] // g.c.k.group if axis == g.c.leads - 1 else g.c.lead[axis]
+        if pieces:
+            run_pieces(gradient_body, &g, &g.c, pieces)
+        if dmask is not None:
+            bind(&g.dmask, &more[5], REAL, g.c.leads, g.c.lead, g.c.queries, g.c.keys)
+            if g.c.total:
+                run_pieces(mask_gradient_body, &g, &g.c, mask_gradient_pieces(&g))
+    finally:
+        close_views(views, CALL_VIEWS + 6)
+
+
+# --- running -----------------------------------------------------------------------------------------
 
 cdef int run(Body body, Call *c) except -1:
-    """All pieces of a call, on as many threads as there are pieces and the user allows."""
-    cdef Py_ssize_t pieces = (c.total + c.grain - 1) // c.grain
+    """All blocks of a call, `grain` of them a piece."""
+    return run_pieces(body, c, c, (c.total + c.grain - 1) // c.grain)
+
+
+cdef int run_pieces(Body body, void *arg, Call *c, Py_ssize_t pieces) except -1:
+    """All pieces, on as many threads as there are pieces and the user allows."""
     cdef int threads = <int>min(<Py_ssize_t>thread_limit(), pieces)
     cdef Scratch scratch = take_scratch(c.slot_bytes * threads)
     if scratch.start == NULL:
@@ -305,7 +407,7 @@ cdef int run(Body body, Call *c) except -1:
     c.scratch = <char *>scratch.start
     try:
         with nogil:
-            parallel_for(body, c, pieces, threads)
+            parallel_for(body, arg, pieces, threads)
     finally:
         give_scratch(scratch)
     return 0
@@ -433,7 +535,10 @@ def project(x, w, bias, out, int w_storage, int out_storage):
         bind(&p.w, &views[1], w_storage, 0, NULL, p.steps, p.columns)
         if bias is not None:
             bind(&p.bias, &views[2], w_storage, 0, NULL, 1, p.columns)
-        if heads * p.head_columns != p.columns or views[3].shape[0] != p.members or views[3].shape[1] != p.rows:
+        if (
+            heads * p.head_columns != p.columns or views[3].shape[0] != p.members
+            or views[3].shape[1] != p.rows
+        ):
             raise ValueError("arrays whose shapes do not fit")
         if views[3].itemsize != storage_bytes(out_storage) or p.x.row % <Py_ssize_t>sizeof(real):
             raise TypeError("an array of another dtype or alignment")
@@ -480,7 +585,7 @@ def fma_peak(double seconds=0.2):
     """
     cdef vec acc[PANEL_VECTORS * TILE_ROWS]
     cdef vec factor = vset(<real>0.999), term = vset(<real>0.001)
-    cdef Py_ssize_t i, turns = 0
+    cdef Py_ssize_t _i, turns = 0
     cdef real keep[LANES]
     cdef int r
     for r in range(PANEL_VECTORS * TILE_ROWS):
@@ -489,7 +594,7 @@ def fma_peak(double seconds=0.2):
     elapsed = 0.0
     while elapsed < seconds:
         with nogil:
-            for i in range(100_000):
+            for _i in range(100_000):
                 for r in range(PANEL_VECTORS * TILE_ROWS):
                     acc[r] = vfma(acc[r], factor, term)
         turns += 1

@@ -111,7 +111,7 @@ def broadcast_lead(q, k, v, enable_gqa):
 
 
 def check_groups(H, G, name):
-    if G == 0 and H or G and H % G:
+    if H % G if G else H:
         raise ValueError(
             f"{name}: expected a number of heads that divides the query's {H}, got {G}"
         )
@@ -383,6 +383,34 @@ def full_problem(
         seed,
     )
     return Problem(q, k, v, mask, lead, options)
+
+
+def check_gradient(problem, swapped, grad_out, out, lse, grad_mask, grad_sinks, rng):
+    """grad_out, out and lse of a backward call, as arrays that fit the problem."""
+    B, H, L, E = problem.out_shape
+    shape = (B, L, H, E) if swapped else (B, H, L, E)
+    arrays = []
+    for x, name in ((grad_out, "grad_out"), (out, "out")):
+        x = float_array(x, name)
+        if x.dtype != problem.q.dtype:
+            raise TypeError(f"{name}: expected the query's dtype {problem.q.dtype}, got {x.dtype}")
+        if x.shape != shape:
+            raise ValueError(f"{name}: expected shape {shape}, got {x.shape}")
+        arrays.append(x.swapaxes(1, 2) if swapped else x)
+    lse = float_array(lse, "lse")
+    if lse.shape != (B, H, L):
+        raise ValueError(f"lse: expected shape {(B, H, L)}, got {lse.shape}")
+    if lse.dtype != problem.lse_dtype:
+        raise TypeError(f"lse: expected {problem.lse_dtype}, as the forward call returned, got {lse.dtype}")
+    if grad_mask and (problem.mask is None or problem.mask.dtype == bool):
+        raise ValueError("grad_mask: expected a float mask with it, got " + (
+            "none" if problem.mask is None else "a bool mask, which has no gradient"
+        ))
+    if grad_sinks and problem.options.sinks is None:
+        raise ValueError("grad_sinks: expected sinks with it, got none")
+    if problem.options.dropout_p and rng is None:
+        raise ValueError("rng: expected the seed of the forward call, got None")
+    return (*arrays, lse)
 
 
 def check_parts(outs, lses):

@@ -45,7 +45,8 @@ cdef struct Projection:
 
 
 cdef inline size_t project_bytes() noexcept nogil:
-    return ((PROJECT_ROWS + PROJECT_STEPS + 1) * PROJECT_COLUMNS + PROJECT_ROWS * PROJECT_STEPS) * sizeof(real)
+    cdef size_t reals = (PROJECT_ROWS + PROJECT_STEPS + 1) * PROJECT_COLUMNS + PROJECT_ROWS * PROJECT_STEPS
+    return reals * sizeof(real)
 
 
 cdef inline void take_steps(

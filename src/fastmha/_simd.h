@@ -20,12 +20,14 @@ typedef double real;
 typedef uint64_t bits;
 #define REAL_BYTES 8
 #define REAL_MAX DBL_MAX
+#define TINY DBL_MIN /* of the normal numbers */
 enum { MANTISSA = 52, EXPONENT_BIAS = 1023 };
 #else
 typedef float real;
 typedef uint32_t bits;
 #define REAL_BYTES 4
 #define REAL_MAX FLT_MAX
+#define TINY FLT_MIN
 enum { MANTISSA = 23, EXPONENT_BIAS = 127 };
 #endif
 

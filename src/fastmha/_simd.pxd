@@ -15,6 +15,7 @@ cdef extern from "_simd.h" nogil:
         MANTISSA
         EXPONENT_BIAS
     const real REAL_MAX
+    const real TINY                              # the least normal number
     const real INFINITY
 
     vec vset(real x)

@@ -28,6 +28,17 @@ cdef inline void cap_scores(
         vstore(tile + i * LANES, vtanh(vload(tile + i * LANES) / vset(cap)) * vset(cap))
 
 
+cdef inline void slope_of_cap(
+    const int V, Py_ssize_t low, Py_ssize_t high, const real *tile, real cap, real *slope
+) noexcept nogil:
+    """The derivative of `cap_scores`, 1 - tanh**2, from what it returned."""
+    cdef Py_ssize_t i
+    cdef vec t
+    for i in range(low * V, high * V):
+        t = vload(tile + i * LANES) / vset(cap)
+        vstore(slope + i * LANES, vset(1) - t * t)
+
+
 cdef inline void subtract_distance(
     const int V, Py_ssize_t low, Py_ssize_t high, real *tile, const vec *slope, const vec *position
 ) noexcept nogil:
@@ -58,10 +69,12 @@ cdef inline void add_bias(
     cdef Py_ssize_t j
     cdef int v
     cdef real *place
+    cdef vec b
     for j in range(low, high):
         for v in range(V):
             place = tile + (j * V + v) * LANES
-            vstore(place, biased(vload(place), vset(bias[j]) if one_row else vload(bias + (j * V + v) * LANES)))
+            b = vset(bias[j]) if one_row else vload(bias + (j * V + v) * LANES)
+            vstore(place, biased(vload(place), b))
 
 
 cdef inline void hide_masked(

@@ -10,7 +10,9 @@ R and V are constants wherever these are called, so that the compiler makes one 
 keeps all accumulators in registers. Per step: V loads, R broadcasts, R * V multiply-adds. The sums run
 over d, and over keys, in order: nothing here depends on R and V but speed.
 """
-from fastmha._simd cimport LANES, real, vec, vfma, vload, vmax, vset, vstore
+from fastmha._simd cimport (
+    LANES, PANEL_VECTORS, TINY, real, vabs, vec, vfma, vless, vload, vmax, vset, vstore,
+)
 
 cdef enum:
     MOST_ACCUMULATORS = 24
@@ -24,11 +26,11 @@ cdef inline void accumulate(
     """sums[r * V + v] = sum over n < steps of scalars[r * row + n * step] * panel[n][v], from zero."""
     cdef vec x[MOST_VECTORS]
     cdef vec scalar
-    cdef Py_ssize_t n
+    cdef Py_ssize_t _n
     cdef int r, v
     for r in range(R * V):
         sums[r] = vset(0)
-    for n in range(steps):
+    for _n in range(steps):
         for v in range(V):
             x[v] = vload(panel + v * LANES)
         panel += V * LANES
@@ -66,3 +68,55 @@ cdef inline void value_rows(
         for v in range(V):
             place = out + (r * V + v) * LANES
             vstore(place, vfma(sums[r * V + v], add[v], vload(place) * keep[v]))
+
+
+cdef inline void gradient_rows(
+    const int R, const int V, Py_ssize_t e, const real *values, Py_ssize_t row, const real *grad,
+    const real *weights, const real *kept, const vec *delta, real *out,
+) noexcept nogil:
+    """Gradients of the scores of R keys: weight * (grad . value - delta), 0 where the weight is.
+
+    `kept`, where not NULL, says what dropout multiplied each weight with.
+    """
+    cdef vec sums[MOST_ACCUMULATORS]
+    cdef vec weight
+    cdef int r, v, i
+    accumulate(R, V, e, values, row, 1, grad, sums)
+    for r in range(R):
+        for v in range(V):
+            i = r * V + v
+            weight = vload(weights + i * LANES)
+            if kept != NULL:
+                sums[i] = sums[i] * vload(kept + i * LANES)
+            # A hidden value may be NaN, and so may the product with its gradient.
+            vstore(out + i * LANES, vless(vabs(weight), vset(TINY), vset(0), weight * (sums[i] - delta[v])))
+
+
+cdef inline void outer_rows(
+    const int R, const int V, int panels, const real *tile, Py_ssize_t tile_size, const real *rows,
+    Py_ssize_t pitch, real *sums, Py_ssize_t sums_pitch,
+) noexcept nogil:
+    """sums[key] += sum over all queries of tile[key][query] * rows[query], for R keys and V vectors.
+
+    `tile` has a tile of `tile_size` reals for each of the panels; the queries go by in order.
+    """
+    cdef vec acc[MOST_ACCUMULATORS]
+    cdef vec x[MOST_VECTORS]
+    cdef vec scalar
+    cdef int r, v, i, _n
+    for r in range(R):
+        for v in range(V):
+            acc[r * V + v] = vload(sums + r * sums_pitch + v * LANES)
+    for _n in range(panels):
+        for i in range(PANEL_VECTORS * LANES):
+            for v in range(V):
+                x[v] = vload(rows + v * LANES)
+            rows += pitch
+            for r in range(R):
+                scalar = vset(tile[r * PANEL_VECTORS * LANES + i])
+                for v in range(V):
+                    acc[r * V + v] = vfma(scalar, x[v], acc[r * V + v])
+        tile += tile_size
+    for r in range(R):
+        for v in range(V):
+            vstore(sums + r * sums_pitch + v * LANES, acc[r * V + v])

@@ -5,7 +5,7 @@ import numpy as np
 from . import _problem
 from ._dispatch import kernels
 from ._dtypes import as_array, computed_in, storage
-from ._execute import attend, project, weigh
+from ._execute import attend, attend_backward, project, sink_gradient, weigh
 
 
 def scaled_dot_product_attention(
@@ -224,6 +224,113 @@ def attention(
         out = _problem.check_out(out, problem, swapped, (query, key, value, mask))
     result, lse = attend(problem, out=out, swapped=swapped, want_lse=return_lse)
     return (result, lse) if return_lse else result
+
+
+def attention_backward(
+    grad_out,
+    query,
+    key,
+    value,
+    out,
+    lse,
+    *,
+    mask=None,
+    causal=False,
+    window=None,
+    scale=None,
+    softcap=None,
+    alibi_slopes=None,
+    sinks=None,
+    key_lengths=None,
+    query_lengths=None,
+    dropout_p=0.0,
+    rng=None,
+    layout="BHLD",
+    grad_mask=False,
+    grad_sinks=False,
+):
+    """The gradients of `attention`, by recomputing its weights: memory stays linear in the length.
+
+    With p the weights and ``delta = sum_e grad_out * out`` of each row::
+
+        ds = p * (grad_out value^T - delta)
+        dq = scale * ds key      dk = scale * ds^T query      dv = p^T grad_out
+
+    The bits depend neither on the number of threads nor on the layout.
+
+    Parameters
+    ----------
+    grad_out : (B, H, L, E) array
+        The gradient of the output, of the query's dtype.
+    query, key, value : arrays
+        Those of the forward call; so are all options. With dropout, `rng` is its int seed.
+    out : (B, H, L, E) array
+        What it returned.
+    lse : (B, H, L) array
+        The log-sum-exp that it returned.
+    grad_mask : bool
+        Whether to return the gradient of the float mask too.
+    grad_sinks : bool
+        Whether to return the gradient of the sinks too.
+
+    Returns
+    -------
+    dq, dk, dv : arrays
+        Of the shapes and the dtype of query, key and value; those of grouped heads and of a batch
+        that serves all members are sums.
+    dmask : array
+        Only with `grad_mask`: of the mask's own shape and dtype.
+    dsinks : (H,) array
+        Only with `grad_sinks`: float64 for float64, else float32.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `attention`; ValueError for `grad_mask` with a bool mask.
+
+    References
+    ----------
+    Dao et al., "FlashAttention", 2022, appendix B.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import fastmha
+    >>> q = k = np.zeros((1, 1, 4, 2))
+    >>> v = np.arange(4.0).reshape(1, 1, 4, 1)
+    >>> out, lse = fastmha.attention(q, k, v, causal=True, return_lse=True)
+    >>> dq, dk, dv = fastmha.attention_backward(np.ones_like(out), q, k, v, out, lse, causal=True)
+    >>> dv.ravel().round(4)
+    array([2.0833, 1.0833, 0.5833, 0.25  ])
+    """
+    problem = _problem.full_problem(
+        query,
+        key,
+        value,
+        mask=mask,
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        key_lengths=key_lengths,
+        query_lengths=query_lengths,
+        dropout_p=dropout_p,
+        rng=rng,
+        layout=layout,
+    )
+    swapped = layout == "BLHD"
+    grad_out, out, lse = _problem.check_gradient(
+        problem, swapped, grad_out, out, lse, grad_mask, grad_sinks, rng
+    )
+    dq, dk, dv, dmask = attend_backward(problem, grad_out, out, lse, swapped, grad_mask)
+    results = [dq, dk, dv]
+    if grad_mask:
+        results.append(dmask)
+    if grad_sinks:
+        results.append(sink_gradient(problem, grad_out, out, lse))
+    return tuple(results)
 
 
 def attention_weights(
