@@ -22,6 +22,7 @@ from .functional import (
 )
 from .multihead import MultiHeadAttention
 from .rope import Rope, alibi_slopes
+from .varlen import attention_varlen, attention_varlen_backward
 
 __all__ = [
     "MultiHeadAttention",
@@ -29,6 +30,8 @@ __all__ = [
     "alibi_slopes",
     "attention",
     "attention_backward",
+    "attention_varlen",
+    "attention_varlen_backward",
     "attention_weights",
     "get_num_threads",
     "merge_attention",

@@ -92,6 +92,12 @@ cdef inline void find_rows(const Call *c, Py_ssize_t number, Block *b) noexcept 
     b.v = locate(&c.v, c.leads, index)
     q, mask, out = base(&c.q, c.leads, index), base(&c.mask, c.leads, index), base(&c.out, c.leads, index)
     lse, weights = base(&c.lse, c.leads, index), base(&c.weights, c.leads, index)
+    if c.query_starts != NULL:
+        q += c.query_starts[index[0]] * c.q.row
+        out += c.query_starts[index[0]] * c.out.row
+        lse += c.query_starts[index[0]] * c.lse.row
+        b.k += c.key_starts[index[0]] * c.k.row
+        b.v += c.key_starts[index[0]] * c.v.row
     b.rows = 0
     head, query = first // c.queries, first % c.queries
     for _row in range(first, min(first + BLOCK, c.queries * c.stack)):
@@ -105,7 +111,7 @@ cdef inline void find_rows(const Call *c, Py_ssize_t number, Block *b) noexcept 
             b.position[n] = query + shift
             b.head[n] = <bits>(index[c.leads - 1] + head) if c.leads else 0
             b.rows += 1
-        else:
+        elif c.query_starts == NULL:             # else the row is another member's
             for e in range(c.out_width):
                 store_one(b.out[n] + e * c.out.col, 0, c.out.storage)
             if b.lse[n] != NULL:

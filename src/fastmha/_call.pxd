@@ -37,6 +37,8 @@ cdef struct Call:
     const long long *shifts             # for each index of the first leading axis, in place of shift
     const long long *key_lengths        # for each index of the first leading axis, or NULL
     const long long *query_lengths
+    const long long *query_starts       # of a packed batch: the members' first rows, or NULL
+    const long long *key_starts
     const double *slopes                # for each index of the last leading axis, or NULL
     const double *sinks
     bint raw                            # scores need no more than a scale, which the weights apply

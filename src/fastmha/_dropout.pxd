@@ -13,7 +13,6 @@ cdef struct Dropout:
     uint64_t threshold                  # a word of at least this keeps a weight; 0: no dropout
     real factor                         # of the weights that are kept
     uint32_t seed_low, seed_high
-    uint32_t member                     # of the call's first member
 
 
 cdef inline void philox(bit_vec *x, uint32_t key_low, uint32_t key_high) noexcept nogil:
@@ -46,7 +45,7 @@ cdef inline void drop_weights(
             words[0] = vword(<uint32_t>(atom // 4 + group))
             words[1] = positions[v]
             words[2] = heads[v]
-            words[3] = vword(d.member + <uint32_t>member)
+            words[3] = vword(<uint32_t>member)
             philox(words, d.seed_low, d.seed_high)
             for j in range(first, end):
                 place = tile + (j * V + v) * LANES

@@ -1,5 +1,7 @@
 """A checked problem is run: memory for the results, then the kernels."""
 
+import math
+
 import numpy as np
 
 from ._dispatch import kernels
@@ -8,13 +10,20 @@ from ._plan import backward_chunk
 
 
 def attend(problem, out=None, swapped=False, want_lse=False):
-    """The output (..., L, E), or (B, L, H, E) if `swapped`; and the LSE (..., L), or None."""
+    """The output (..., L, E), or (..., L, H, E) if `swapped`; and the LSE (..., L), or None."""
     q, k, v, mask, lead, options = problem
     code = storage(q.dtype)
     if out is None:
-        L, E = q.shape[-2], v.shape[-1]
-        out = np.empty((lead[0], L, lead[1], E) if swapped else (*lead, L, E), q.dtype)
+        place = _arrays((*lead, q.shape[-2], v.shape[-1]), q.dtype, swapped)
+        out = place.swapaxes(-3, -2) if swapped else place
+    else:
+        place = out.swapaxes(-3, -2) if swapped else out
     lse = np.empty((*lead, q.shape[-2]), problem.lse_dtype) if want_lse else None
+    if options.query_starts is not None:
+        end = _end(options.query_starts, options.query_lengths)
+        place[:, end:] = 0
+        if want_lse:
+            lse[:, end:] = -np.inf
     codes = (
         code,
         code,
@@ -24,36 +33,46 @@ def attend(problem, out=None, swapped=False, want_lse=False):
         0 if mask is None else storage(mask.dtype),
         0,
     )
-    place = out.swapaxes(1, 2) if swapped else out
     kernels(q.dtype).attend(q, k, v, place, lse, mask, None, codes, options)
     return out, lse
+
+
+def _end(starts, lengths):
+    """The first row past a packed batch."""
+    return starts[-1] + lengths[-1] if len(starts) else 0
 
 
 def attend_backward(problem, grad, out, lse, swapped=False, grad_mask=False):
     """dq, dk, dv, and dmask or None, laid out like query, key, value and mask."""
     q, k, v, mask, lead, options = problem
     exact = computed_in(q.dtype)
-    (B, H), L, S, D, G = lead, q.shape[2], k.shape[2], q.shape[3], k.shape[1]
-    chunk = backward_chunk(B * G, S)
+    *batch, H = lead
+    L, S, D, G, E = q.shape[-2], k.shape[-2], q.shape[-1], k.shape[-3], v.shape[-1]
+    packed = options.query_starts is not None
+    if packed:
+        S = options.key_lengths.max(initial=0)
+    chunk = backward_chunk(G * (len(options.query_starts) if packed else math.prod(batch)), S)
     chunks = max(1, -(-S // chunk))
-    parts = _arrays((chunks, B, H, L, D), exact if chunks > 1 else q.dtype, swapped)
-    if chunks > 1 and options.query_lengths is not None:
-        parts[1:] = 0  # the kernels leave out rows that do not ask, but for the first part
     # Keys and values that serve all members get the sum over them.
-    dk = _arrays((B, G, S, D), q.dtype if k.shape[0] == B else exact, swapped)
-    dv = _arrays((B, G, S, v.shape[3]), q.dtype if v.shape[0] == B else exact, swapped)
+    shared = [bool(batch) and x.shape[0] != batch[0] for x in (k, v)]
+    parts = _arrays((chunks, *lead, L, D), exact if chunks > 1 else q.dtype, swapped)
+    dk = _arrays((*batch, G, k.shape[-2], D), exact if shared[0] else q.dtype, swapped)
+    dv = _arrays((*batch, G, k.shape[-2], E), exact if shared[1] else q.dtype, swapped)
+    if packed:  # the kernels pass over rows of no member
+        parts[...] = dk[...] = dv[...] = 0
+    elif chunks > 1 and options.query_lengths is not None:
+        parts[1:] = 0  # and over rows that do not ask, but for the first part
     dmask = np.zeros(mask.shape, exact) if grad_mask else None
     arrays = (grad, q, k, v, out, lse, mask, parts, dk, dv)
     codes = tuple(0 if x is None else storage(x.dtype) for x in arrays)
     kernels(q.dtype).attend_backward(*arrays, dmask, codes, options, chunk)
-    dq = parts[0] if chunks == 1 else parts.sum(axis=0)
-    if k.shape[0] != B:
-        dk = dk.sum(axis=0, keepdims=True)
-    if v.shape[0] != B:
-        dv = dv.sum(axis=0, keepdims=True)
-    dq, dk, dv = (x.swapaxes(1, 2) if swapped else x for x in (dq, dk, dv))
-    dq, dk, dv = (np.ascontiguousarray(x, q.dtype) for x in (dq, dk, dv))
-    return dq, dk, dv, dmask.astype(mask.dtype, copy=False) if grad_mask else None
+    with np.errstate(all="ignore"):  # infinities and NaN are the caller's
+        dq = parts[0] if chunks == 1 else parts.sum(axis=0)
+        dk = dk.sum(axis=0, keepdims=True) if shared[0] else dk
+        dv = dv.sum(axis=0, keepdims=True) if shared[1] else dv
+        dq, dk, dv = (x.swapaxes(-3, -2) if swapped else x for x in (dq, dk, dv))
+        dq, dk, dv = (np.ascontiguousarray(x, q.dtype) for x in (dq, dk, dv))
+        return dq, dk, dv, dmask.astype(mask.dtype, copy=False) if grad_mask else None
 
 
 def sink_gradient(problem, grad, out, lse):
@@ -61,10 +80,11 @@ def sink_gradient(problem, grad, out, lse):
     exact = problem.lse_dtype
     sinks = problem.options.sinks.astype(exact)[:, None]
     with np.errstate(under="ignore", invalid="ignore", divide="ignore", over="ignore"):
-        delta = np.einsum("bhle,bhle->bhl", grad.astype(exact), out.astype(exact))
+        delta = np.einsum("...e,...e->...", grad.astype(exact), out.astype(exact))
         weight = np.exp(sinks - np.logaddexp(sinks, lse))
         seen = ~np.isneginf(lse)
-        return -np.where(seen, weight * delta, 0).sum(axis=(0, 2), dtype=np.float64).astype(exact)
+        terms = np.where(seen, weight * delta, 0)
+        return -terms.swapaxes(-2, -1).reshape(-1, len(sinks)).sum(0, np.float64).astype(exact)
 
 
 def _arrays(shape, dtype, swapped):

@@ -112,6 +112,10 @@ cdef inline void pack_head(
     grad = locate(&g.grad, c.leads, index)
     out = locate(&g.out, c.leads, index)
     lse = locate(&g.lse, c.leads, index)
+    if c.query_starts != NULL:
+        grad += c.query_starts[index[0]] * g.grad.row
+        out += c.query_starts[index[0]] * g.out.row
+        lse += c.query_starts[index[0]] * g.lse.row
     memset(h.q_rows + first * BLOCK * g.d_pitch, 0, (last - first) * BLOCK * g.d_pitch * sizeof(real))
     memset(h.grad_rows + first * BLOCK * g.e_pitch, 0, (last - first) * BLOCK * g.e_pitch * sizeof(real))
     for n in range(first, last):
@@ -448,7 +452,7 @@ cdef inline void gradient_piece(const Gradient *g, Py_ssize_t piece, char *scrat
     """The heads that share one key/value head, over one chunk of its keys."""
     cdef const Call *c = &g.c
     cdef Py_ssize_t index[MOST_AXES]
-    cdef Py_ssize_t chunk = piece % g.chunks, group = piece // g.chunks, head, sharers, n, atom
+    cdef Py_ssize_t chunk = piece % g.chunks, group = piece // g.chunks, head, sharers, n, atom, first = 0
     cdef Py_ssize_t start = chunk * g.chunk, stop = min(c.keys, start + g.chunk), limit
     cdef Head h
     cdef Rows keys, values
@@ -460,6 +464,8 @@ cdef inline void gradient_piece(const Gradient *g, Py_ssize_t piece, char *scrat
     memset(h.dv, 0, g.chunk * g.e_pitch * sizeof(real))
     for head in range(group * sharers, (group + 1) * sharers):
         pack_head(g, head, 0, c.blocks, &h)
+        if c.blocks == 0:
+            continue
         atom = start
         b = &h.blocks[0]
         limit = min(stop, b.keys)
@@ -477,8 +483,12 @@ cdef inline void gradient_piece(const Gradient *g, Py_ssize_t piece, char *scrat
             atom += ATOM
         store_dq(g, &h, chunk)
     find_index(c, group * sharers, index)
-    store_rows(&g.dk, c.leads, index, start, stop - start, c.d, g.d_pitch, h.dk, c.scale * c.sign)
-    store_rows(&g.dv, c.leads, index, start, stop - start, c.e, g.e_pitch, h.dv, 1)
+    if c.key_starts != NULL and c.blocks:
+        # What lies past the member's keys is another member's.
+        stop = min(stop, h.blocks[0].keys)
+        first = c.key_starts[index[0]]
+    store_rows(&g.dk, c.leads, index, first + start, stop - start, c.d, g.d_pitch, h.dk, c.scale * c.sign)
+    store_rows(&g.dv, c.leads, index, first + start, stop - start, c.e, g.e_pitch, h.dv, 1)
 
 
 # --- the mask's gradient -----------------------------------------------------------------------------

@@ -210,7 +210,7 @@ cdef const void *vector(Py_buffer *view, array, Py_ssize_t length, Py_ssize_t it
 
 
 cdef enum:
-    CALL_VIEWS = 12                     # buffers that a call holds
+    CALL_VIEWS = 14                     # buffers that a call holds
 
 
 cdef int open_call(Call *c, Py_buffer *views, tuple arrays, tuple storages, options) except -1:
@@ -219,7 +219,7 @@ cdef int open_call(Call *c, Py_buffer *views, tuple arrays, tuple storages, opti
     `views` has zeros where the buffers go. They are held until `close_views`, also after an error.
     """
     cdef Py_buffer *o = &views[3]
-    cdef int axis
+    cdef int axis, packed
     cdef Py_ssize_t heads, members
     cdef double scale, softcap, dropout_p, log2e = 1.4426950408889634
     cdef long long left, right
@@ -227,7 +227,7 @@ cdef int open_call(Call *c, Py_buffer *views, tuple arrays, tuple storages, opti
     lse, mask, weights = arrays[4:]
     (
         scale, softcap, left, right, shift, shifts, slopes, sinks, key_lengths, query_lengths, dropout_p,
-        seed, member,
+        seed, query_starts, key_starts,
     ) = options
     memset(c, 0, sizeof(c[0]))
     for axis, array in enumerate(arrays):
@@ -235,11 +235,12 @@ cdef int open_call(Call *c, Py_buffer *views, tuple arrays, tuple storages, opti
             PyObject_GetBuffer(array, &views[axis], PyBUF_STRIDED if axis in (3, 4, 6) else PyBUF_STRIDED_RO)
     if o.ndim < 2 or views[0].ndim < 2 or views[1].ndim < 2 or views[2].ndim < 2 or o.ndim > MOST_AXES:
         raise ValueError("arrays of too few or too many axes")
-    c.leads = o.ndim - 2
-    c.total = 1
-    for axis in range(c.leads):
-        c.lead[axis] = o.shape[axis]
-        c.total *= o.shape[axis]
+    packed = query_starts is not None            # members lie in rows, not along an axis
+    c.leads = o.ndim - 2 + packed
+    if packed:
+        c.lead[0] = len(query_starts)
+    for axis in range(packed, c.leads):
+        c.lead[axis] = o.shape[axis - packed]
     c.queries = o.shape[o.ndim - 2]
     c.out_width = o.shape[o.ndim - 1]
     c.d = views[0].shape[views[0].ndim - 1]
@@ -262,12 +263,18 @@ cdef int open_call(Call *c, Py_buffer *views, tuple arrays, tuple storages, opti
     c.shifts = <const long long *>vector(&views[9], shifts, members, 8)
     c.key_lengths = <const long long *>vector(&views[10], key_lengths, members, 8)
     c.query_lengths = <const long long *>vector(&views[11], query_lengths, members, 8)
+    c.query_starts = <const long long *>vector(&views[12], query_starts, members, 8)
+    c.key_starts = <const long long *>vector(&views[13], key_starts, members, 8)
+    if packed and (c.key_starts == NULL or c.key_lengths == NULL or c.query_lengths == NULL):
+        raise ValueError("a packed batch without its lengths")
     for axis in range(members):
         if (
-            c.key_lengths != NULL and not 0 <= c.key_lengths[axis] <= c.keys
-            or c.query_lengths != NULL and not 0 <= c.query_lengths[axis] <= c.queries
+            not within(c.query_starts, c.query_lengths, axis, c.queries)
+            or not within(c.key_starts, c.key_lengths, axis, c.keys)
         ):
             raise ValueError("lengths beyond the arrays")
+    if packed:
+        c.queries, c.keys = greatest(c.query_lengths, members), greatest(c.key_lengths, members)
     c.left = <Py_ssize_t>min(<long long>BOUNDLESS, left)
     c.right = <Py_ssize_t>min(<long long>BOUNDLESS, right)
     c.shift = shift
@@ -276,7 +283,6 @@ cdef int open_call(Call *c, Py_buffer *views, tuple arrays, tuple storages, opti
     c.dropout.factor = <real>(1 / (1 - dropout_p)) if dropout_p < 1 else 0
     c.dropout.seed_low = <uint32_t>seed
     c.dropout.seed_high = <uint32_t>(seed >> 32)
-    c.dropout.member = <uint32_t>(<Py_ssize_t>member)
     c.raw = scale != 0 and softcap == 0 and slopes is None and (mask is None or c.mask.storage == BOOL)
     c.sign = -1 if c.raw and scale < 0 else 1
     c.scale = <real>(scale * c.sign)
@@ -284,6 +290,23 @@ cdef int open_call(Call *c, Py_buffer *views, tuple arrays, tuple storages, opti
     # Heads that share keys are stacked where the queries of one would leave lanes empty.
     c.stack = gcd(c.k.group, c.v.group) if c.leads and c.queries < PANEL else 1
     return count_blocks(c)
+
+
+cdef bint within(
+    const long long *starts, const long long *lengths, Py_ssize_t member, Py_ssize_t rows
+) noexcept nogil:
+    """Whether a member's rows are among those there are."""
+    cdef long long start = starts[member] if starts != NULL else 0
+    if lengths == NULL:
+        return True
+    return 0 <= start <= rows and 0 <= lengths[member] <= rows - start
+
+
+cdef Py_ssize_t greatest(const long long *lengths, Py_ssize_t n) noexcept nogil:
+    cdef Py_ssize_t i, most = 0
+    for i in range(n):
+        most = max(most, lengths[i])
+    return most
 
 
 cdef int count_blocks(Call *c) noexcept nogil:
@@ -307,7 +330,9 @@ def attend(q, k, v, out, lse, mask, weights, tuple storages, options):
     `lse` (..., L), `mask`, which broadcasts to (..., L, S), and `weights` (..., L, S), zeros where the
     probabilities go, may be None; `storages` says what the seven arrays hold. `options` is the tuple
     (scale, softcap, left, right, shift, shifts, slopes, sinks, key_lengths, query_lengths, dropout_p,
-    seed, member): slopes and sinks float64, shifts and lengths int64, any of them None.
+    seed, query_starts, key_starts): slopes and sinks float64, shifts, lengths and starts int64, any of
+    them None. With starts the batch is packed: q is (H, T, D) and so on, lse (H, T), and member b has the
+    rows from its start on.
     """
     cdef Py_buffer views[CALL_VIEWS]
     cdef Call c
@@ -347,7 +372,7 @@ def attend_backward(
     cdef Py_buffer views[CALL_VIEWS + 6]
     cdef Py_buffer *more = &views[CALL_VIEWS]
     cdef Gradient g
-    cdef Py_ssize_t pieces, axis
+    cdef Py_ssize_t pieces, axis, rows, keys
     cdef int i
     memset(views, 0, sizeof(views))
     memset(&g, 0, sizeof(g))
@@ -363,11 +388,13 @@ def attend_backward(
         for i, array in enumerate((grad, out, lse, dk, dv, dmask)):
             if array is not None:
                 PyObject_GetBuffer(array, &more[i], PyBUF_STRIDED if i >= 3 else PyBUF_STRIDED_RO)
-        bind(&g.grad, &more[0], storages[0], g.c.leads, g.c.lead, g.c.queries, g.c.e)
-        bind(&g.out, &more[1], storages[4], g.c.leads, g.c.lead, g.c.queries, g.c.e)
-        bind(&g.lse, &more[2], storages[5], g.c.leads, g.c.lead, g.c.queries, 1, True)
-        bind(&g.dk, &more[3], storages[8], g.c.leads, g.c.lead, g.c.keys, g.c.d)
-        bind(&g.dv, &more[4], storages[9], g.c.leads, g.c.lead, g.c.keys, g.c.e)
+        rows = views[0].shape[views[0].ndim - 2]
+        keys = views[1].shape[views[1].ndim - 2]
+        bind(&g.grad, &more[0], storages[0], g.c.leads, g.c.lead, rows, g.c.e)
+        bind(&g.out, &more[1], storages[4], g.c.leads, g.c.lead, rows, g.c.e)
+        bind(&g.lse, &more[2], storages[5], g.c.leads, g.c.lead, rows, 1, True)
+        bind(&g.dk, &more[3], storages[8], g.c.leads, g.c.lead, keys, g.c.d)
+        bind(&g.dv, &more[4], storages[9], g.c.leads, g.c.lead, keys, g.c.e)
         if g.dk.group != g.c.k.group or g.dv.group != g.c.k.group:
             raise ValueError("arrays whose shapes do not fit")
         g.chunk = min(chunk, (g.c.keys + ATOM - 1) // ATOM * ATOM)

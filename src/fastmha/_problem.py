@@ -33,7 +33,8 @@ class Options(NamedTuple):
     query_lengths: np.ndarray | None = None
     dropout_p: float = 0.0
     seed: int = 0
-    member: int = 0  # of the call's first batch member, for the pattern of dropout
+    query_starts: np.ndarray | None = None  # int64 (B,), of a packed batch
+    key_starts: np.ndarray | None = None
 
 
 class Problem(NamedTuple):
@@ -61,7 +62,7 @@ class Problem(NamedTuple):
 def operands(query, key, value, axes=None, swapped=False):
     """The three arrays, of one floating-point dtype, with `axes` axes (None: at least two).
 
-    `swapped` arrays come as (B, L, H, D); those returned are always (B, H, L, D)."""
+    `swapped` arrays come as (..., L, H, D); those returned are always (..., H, L, D)."""
     q, k, v = float_array(query, "query"), float_array(key, "key"), float_array(value, "value")
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(
@@ -75,7 +76,7 @@ def operands(query, key, value, axes=None, swapped=False):
                 f"(shape {x.shape})"
             )
     if swapped:
-        q, k, v = q.swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2)
+        q, k, v = q.swapaxes(-3, -2), k.swapaxes(-3, -2), v.swapaxes(-3, -2)
     if k.shape[-1] != q.shape[-1]:
         raise ValueError(
             f"key: expected the query's head size {q.shape[-1]} as last axis, got {k.shape[-1]}"
@@ -260,7 +261,7 @@ def check_out(out, problem, swapped, inputs):
     """`out` as it was given, if the result may be written to it."""
     shape = problem.out_shape
     if swapped:
-        shape = (shape[0], shape[2], shape[1], shape[3])
+        shape = (*shape[:-3], shape[-2], shape[-3], shape[-1])
     if type(out) is not np.ndarray or out.dtype != problem.q.dtype:
         got = out.dtype if isinstance(out, np.ndarray) else type(out).__name__
         raise TypeError(f"out: expected a NumPy array of {problem.q.dtype}, got {got}")
@@ -385,10 +386,77 @@ def full_problem(
     return Problem(q, k, v, mask, lead, options)
 
 
+def check_offsets(offsets, name, rows):
+    """Rising offsets from 0, as an int64 vector of their own."""
+    offsets = as_array(offsets, name)
+    if offsets.dtype not in (np.int32, np.int64):
+        raise TypeError(f"{name}: expected int32 or int64, got {offsets.dtype}")
+    if offsets.ndim != 1 or not offsets.size:
+        raise ValueError(f"{name}: expected shape (B + 1,), got {offsets.shape}")
+    copy = offsets.astype(np.int64)
+    if copy[0] != 0 or (np.diff(copy) < 0).any() or copy[-1] > rows:
+        raise ValueError(f"{name}: expected offsets that rise from 0 to at most {rows}, got {copy.tolist()}")
+    return copy
+
+
+def packed_problem(
+    query,
+    key,
+    value,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    *,
+    causal,
+    window,
+    scale,
+    softcap,
+    alibi_slopes,
+    sinks,
+    dropout_p,
+    rng,
+):
+    """A call of `attention_varlen`; its arrays come out as (H, T, D) and so on."""
+    q, k, v = operands(query, key, value, axes=3, swapped=True)
+    H, D = q.shape[0], q.shape[2]
+    check_groups(H, k.shape[0], "key")
+    if v.shape[0] != k.shape[0]:
+        raise ValueError(f"value: expected the key's {k.shape[0]} heads, got {v.shape[0]}")
+    queries = check_offsets(cu_seqlens_q, "cu_seqlens_q", q.shape[1])
+    if cu_seqlens_k is None:
+        keys = check_offsets(cu_seqlens_q, "cu_seqlens_q", k.shape[1])
+    else:
+        keys = check_offsets(cu_seqlens_k, "cu_seqlens_k", k.shape[1])
+    if keys.shape != queries.shape:
+        raise ValueError(f"cu_seqlens_k: expected {queries.size} offsets, got {keys.size}")
+    causal, bottom_right = check_causal(causal)
+    left, right = check_window(window, causal)
+    key_lengths, query_lengths = np.diff(keys), np.diff(queries)
+    dropout_p, seed = check_dropout(dropout_p, rng)
+    options = Options(
+        check_scale(scale, D),
+        check_softcap(softcap),
+        left,
+        right,
+        0,
+        key_lengths - query_lengths if bottom_right else None,
+        None if alibi_slopes is None else check_per_head(alibi_slopes, "alibi_slopes", H),
+        None if sinks is None else check_per_head(sinks, "sinks", H),
+        key_lengths,
+        query_lengths,
+        dropout_p,
+        seed,
+        queries[:-1].copy(),
+        keys[:-1].copy(),
+    )
+    return Problem(q, k, v, None, (H,), options)
+
+
 def check_gradient(problem, swapped, grad_out, out, lse, grad_mask, grad_sinks, rng):
     """grad_out, out and lse of a backward call, as arrays that fit the problem."""
-    B, H, L, E = problem.out_shape
-    shape = (B, L, H, E) if swapped else (B, H, L, E)
+    shape = problem.out_shape
+    lse_shape = shape[:-1]
+    if swapped:
+        shape = (*shape[:-3], shape[-2], shape[-3], shape[-1])
     arrays = []
     for x, name in ((grad_out, "grad_out"), (out, "out")):
         x = float_array(x, name)
@@ -396,10 +464,10 @@ def check_gradient(problem, swapped, grad_out, out, lse, grad_mask, grad_sinks, 
             raise TypeError(f"{name}: expected the query's dtype {problem.q.dtype}, got {x.dtype}")
         if x.shape != shape:
             raise ValueError(f"{name}: expected shape {shape}, got {x.shape}")
-        arrays.append(x.swapaxes(1, 2) if swapped else x)
+        arrays.append(x.swapaxes(-3, -2) if swapped else x)
     lse = float_array(lse, "lse")
-    if lse.shape != (B, H, L):
-        raise ValueError(f"lse: expected shape {(B, H, L)}, got {lse.shape}")
+    if lse.shape != lse_shape:
+        raise ValueError(f"lse: expected shape {lse_shape}, got {lse.shape}")
     if lse.dtype != problem.lse_dtype:
         raise TypeError(f"lse: expected {problem.lse_dtype}, as the forward call returned, got {lse.dtype}")
     if grad_mask and (problem.mask is None or problem.mask.dtype == bool):
