@@ -32,9 +32,14 @@ def as_array(x, name):
                 f"{name}: expected a plain array, got a masked array; pass its data, and the inverse "
                 "of its mask as a bool mask"
             )
-        if not hasattr(x, "__array__") and hasattr(x, "__dlpack__"):
-            x = np.from_dlpack(x)
-        x = np.asarray(x)
+        try:
+            if not hasattr(x, "__array__") and hasattr(x, "__dlpack__"):
+                x = np.from_dlpack(x)
+            x = np.asarray(x)
+        except Exception as error:  # whatever the object's own conversion raises
+            raise TypeError(
+                f"{name}: expected an array or what NumPy makes one of, got {type(x).__name__} ({error})"
+            ) from error
     if not x.dtype.isnative or not x.flags.aligned:
         x = x.astype(x.dtype.newbyteorder("="), copy=True)
     return x
@@ -59,6 +64,14 @@ def mask_array(mask, name):
             f"{mask.dtype}; convert it with .astype(bool) or to a floating-point dtype"
         )
     return mask
+
+
+def real_array(x, name):
+    """`x` as an array of floats that the kernels know, or of integers."""
+    x = as_array(x, name)
+    if not storage(x.dtype) and x.dtype.kind not in "iu":
+        raise TypeError(f"{name}: expected real numbers, got {x.dtype}")
+    return x
 
 
 def computed_in(dtype):

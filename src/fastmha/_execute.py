@@ -14,11 +14,12 @@ def attend(problem, out=None, swapped=False, want_lse=False):
     q, k, v, mask, lead, options = problem
     code = storage(q.dtype)
     if out is None:
-        place = _arrays((*lead, q.shape[-2], v.shape[-1]), q.dtype, swapped)
-        out = place.swapaxes(-3, -2) if swapped else place
-    else:
-        place = out.swapaxes(-3, -2) if swapped else out
+        *batch, L, E = *lead, q.shape[-2], v.shape[-1]
+        out = np.empty((*batch[:-1], L, batch[-1], E) if swapped else (*batch, L, E), q.dtype)
+    place = out.swapaxes(-3, -2) if swapped else out
     lse = np.empty((*lead, q.shape[-2]), problem.lse_dtype) if want_lse else None
+    if 0 in lead:
+        return out, lse
     if options.query_starts is not None:
         end = _end(options.query_starts, options.query_lengths)
         place[:, end:] = 0
@@ -62,10 +63,13 @@ def attend_backward(problem, grad, out, lse, swapped=False, grad_mask=False):
         parts[...] = dk[...] = dv[...] = 0
     elif chunks > 1 and options.query_lengths is not None:
         parts[1:] = 0  # and over rows that do not ask, but for the first part
+    if 0 in lead:
+        parts[...] = dk[...] = dv[...] = 0
     dmask = np.zeros(mask.shape, exact) if grad_mask else None
     arrays = (grad, q, k, v, out, lse, mask, parts, dk, dv)
     codes = tuple(0 if x is None else storage(x.dtype) for x in arrays)
-    kernels(q.dtype).attend_backward(*arrays, dmask, codes, options, chunk)
+    if 0 not in lead:
+        kernels(q.dtype).attend_backward(*arrays, dmask, codes, options, chunk)
     with np.errstate(all="ignore"):  # infinities and NaN are the caller's
         dq = parts[0] if chunks == 1 else parts.sum(axis=0)
         dk = dk.sum(axis=0, keepdims=True) if shared[0] else dk
@@ -117,6 +121,8 @@ def weigh(problem, heads, rows):
     (B, H), L, S = problem.lead, problem.q.shape[2], problem.k.shape[2]
     shape = (B, H if heads is None else len(heads), L if rows is None else len(rows), S)
     weights = np.zeros(shape, problem.lse_dtype)
+    if not weights.size:
+        return weights
     for i, part in [(slice(None), problem)] if heads is None else _by_head(problem, heads):
         for place, n, run in [(0, L, part)] if rows is None else _by_run(part, rows):
             _weigh_all(run, weights[:, i, place : place + n])

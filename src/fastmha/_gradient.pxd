@@ -22,6 +22,7 @@ from fastmha._simd cimport (
 )
 from fastmha._stages cimport scale_scores
 from fastmha._storage cimport load_one
+from fastmha._team cimport look_for_signals
 from fastmha._tile cimport gradient_rows, outer_rows, value_rows
 
 
@@ -34,6 +35,8 @@ cdef struct Gradient:
     Py_ssize_t chunks
     Py_ssize_t d_pitch, e_pitch         # D and E in whole vectors
     Py_ssize_t dq_part                  # bytes from one chunk's part of dq to the next
+    int *given_up                       # set when the caller's thread was interrupted
+    double *asked                       # when it last looked for that
 
 
 cdef struct Head:
@@ -448,7 +451,16 @@ cdef inline void store_rows(
         store_row(place + j * o.row, o.storage, o.col, width, rows + j * pitch)
 
 
-cdef inline void gradient_piece(const Gradient *g, Py_ssize_t piece, char *scratch) noexcept nogil:
+cdef inline bint given_up(const Gradient *g, int slot) noexcept nogil:
+    """Whether to stop. Pieces are long: a head with all its keys."""
+    if slot == 0 and not g.given_up[0] and look_for_signals(g.asked):
+        g.given_up[0] = 1
+    return g.given_up[0]
+
+
+cdef inline void gradient_piece(
+    const Gradient *g, Py_ssize_t piece, int slot, char *scratch
+) noexcept nogil:
     """The heads that share one key/value head, over one chunk of its keys."""
     cdef const Call *c = &g.c
     cdef Py_ssize_t index[MOST_AXES]
@@ -470,6 +482,8 @@ cdef inline void gradient_piece(const Gradient *g, Py_ssize_t piece, char *scrat
         b = &h.blocks[0]
         limit = min(stop, b.keys)
         while atom < limit:
+            if given_up(g, slot):
+                return
             n = min(<Py_ssize_t>ATOM, b.keys - atom)
             keys = ready(&c.k, b.k, atom, n, c.d, h.key_copy)
             values = ready(&c.v, b.v, atom, n, c.e, h.value_copy)
@@ -531,7 +545,9 @@ cdef inline Py_ssize_t mask_gradient_pieces(const Gradient *g) noexcept nogil:
     return pieces
 
 
-cdef inline void mask_gradient_piece(const Gradient *g, Py_ssize_t piece, char *scratch) noexcept nogil:
+cdef inline void mask_gradient_piece(
+    const Gradient *g, Py_ssize_t piece, int slot, char *scratch
+) noexcept nogil:
     """All that goes to one part of the mask: the heads that share it, in order."""
     cdef const Call *c = &g.c
     cdef Py_ssize_t index[MOST_AXES]
@@ -550,4 +566,6 @@ cdef inline void mask_gradient_piece(const Gradient *g, Py_ssize_t piece, char *
         if own == piece:
             pack_head(g, head, first, last, &h)
             for n in range(first, last):
+                if given_up(g, slot):
+                    return
                 mask_gradient_block(g, &h, n, index)

@@ -40,7 +40,9 @@ from fastmha._simd cimport (
 )
 from fastmha._stages cimport finite
 from fastmha._storage cimport BOOL, REAL, storage_bytes
-from fastmha._team cimport Body, Scratch, give_scratch, parallel_for, take_scratch, thread_limit
+from fastmha._team cimport (
+    Body, Scratch, give_scratch, look_for_signals, parallel_for, take_scratch, thread_limit,
+)
 
 vector_bytes = LANES * REAL_BYTES
 fused = bool(FUSED)
@@ -140,6 +142,7 @@ cdef int attend_split(Call *c, Py_ssize_t number, int threads) except -1 nogil:
     cdef Split s
     cdef Block b
     cdef Panel part
+    cdef double asked = 0
     cdef Py_ssize_t stop, atom, atoms
     cdef int i
     open_block(c, number, c.scratch, &b)
@@ -160,6 +163,8 @@ cdef int attend_split(Call *c, Py_ssize_t number, int threads) except -1 nogil:
                 merge(c, &b.panel[i], &part)
             atom += ATOM
         s.first = s.stop
+        if look_for_signals(&asked):
+            return -1
     close_block(c, &b)
     return 0
 
@@ -169,11 +174,12 @@ cdef int attend_all(Call *c) except -1:
     cdef double keys = min(<double>c.keys, <double>c.left + c.right + BLOCK)
     cdef double cost = min(BLOCK, c.queries * c.stack) * (keys + 16) * (c.d + c.e + 16)
     cdef double enough = 2e6                     # some 40 us of work, for threads contend over less
+    cdef double too_long = 2e9                   # a tenth of a second, in which nothing looks for Ctrl-C
     cdef int threads = thread_limit()
     cdef Py_ssize_t number
     cdef size_t split_bytes = block_bytes(c) + threads * tile_bytes(c)
     cdef Scratch scratch
-    if c.total >= threads or keys < 8 * ATOM or cost < 2 * enough:
+    if cost < too_long and (c.total >= threads or keys < 8 * ATOM or cost < 2 * enough):
         c.grain = <Py_ssize_t>max(1.0, min(1e6, enough / cost))
         return run(attend_piece, c)
     c.grain = <Py_ssize_t>max(1.0, min(<double>ROUND, enough / (cost / keys * ATOM)))
@@ -352,12 +358,12 @@ def attend(q, k, v, out, lse, mask, weights, tuple storages, options):
 
 cdef void gradient_body(void *arg, Py_ssize_t piece, int slot) noexcept nogil:
     cdef const Gradient *g = <const Gradient *>arg
-    gradient_piece(g, piece, g.c.scratch + slot * g.c.slot_bytes)
+    gradient_piece(g, piece, slot, g.c.scratch + slot * g.c.slot_bytes)
 
 
 cdef void mask_gradient_body(void *arg, Py_ssize_t piece, int slot) noexcept nogil:
     cdef const Gradient *g = <const Gradient *>arg
-    mask_gradient_piece(g, piece, g.c.scratch + slot * g.c.slot_bytes)
+    mask_gradient_piece(g, piece, slot, g.c.scratch + slot * g.c.slot_bytes)
 
 
 def attend_backward(
@@ -373,7 +379,8 @@ def attend_backward(
     cdef Py_buffer *more = &views[CALL_VIEWS]
     cdef Gradient g
     cdef Py_ssize_t pieces, axis, rows, keys
-    cdef int i
+    cdef int i, given_up = 0
+    cdef double asked = perf_counter()
     memset(views, 0, sizeof(views))
     memset(&g, 0, sizeof(g))
     try:
@@ -405,15 +412,16 @@ def attend_backward(
         g.d_pitch = (g.c.d + LANES - 1) // LANES * LANES
         g.e_pitch = (g.c.e + LANES - 1) // LANES * LANES
         g.c.slot_bytes = head_bytes(&g)
+        g.given_up, g.asked = &given_up, &asked
         pieces = g.chunks
         for axis in range(g.c.leads):
             pieces *= g.c.lead[axis] // g.c.k.group if axis == g.c.leads - 1 else g.c.lead[axis]
         if pieces:
-            run_pieces(gradient_body, &g, &g.c, pieces)
+            run_pieces(gradient_body, &g, &g.c, pieces, &given_up)
         if dmask is not None:
             bind(&g.dmask, &more[5], REAL, g.c.leads, g.c.lead, g.c.queries, g.c.keys)
             if g.c.total:
-                run_pieces(mask_gradient_body, &g, &g.c, mask_gradient_pieces(&g))
+                run_pieces(mask_gradient_body, &g, &g.c, mask_gradient_pieces(&g), &given_up)
     finally:
         close_views(views, CALL_VIEWS + 6)
 
@@ -425,8 +433,9 @@ cdef int run(Body body, Call *c) except -1:
     return run_pieces(body, c, c, (c.total + c.grain - 1) // c.grain)
 
 
-cdef int run_pieces(Body body, void *arg, Call *c, Py_ssize_t pieces) except -1:
-    """All pieces, on as many threads as there are pieces and the user allows."""
+cdef int run_pieces(Body body, void *arg, Call *c, Py_ssize_t pieces, const int *given_up=NULL) except -1:
+    """All pieces, on as many threads as there are pieces and the user allows. Pieces that look for
+    signals themselves say in `given_up` that Python's error is set."""
     cdef int threads = <int>min(<Py_ssize_t>thread_limit(), pieces)
     cdef Scratch scratch = take_scratch(c.slot_bytes * threads)
     if scratch.start == NULL:
@@ -437,7 +446,7 @@ cdef int run_pieces(Body body, void *arg, Call *c, Py_ssize_t pieces) except -1:
             parallel_for(body, arg, pieces, threads)
     finally:
         give_scratch(scratch)
-    return 0
+    return -1 if given_up != NULL and given_up[0] else 0
 
 
 # --- softmax -----------------------------------------------------------------------------------------
@@ -453,7 +462,7 @@ cdef void softmax_rows(const Call *c, Py_ssize_t number, real *tile) noexcept no
     cdef Py_ssize_t index[MOST_AXES]
     cdef const char *x[LANES]
     cdef char *y[LANES]
-    cdef vec most = vset(-INFINITY), total = vset(0), sum, base
+    cdef vec most = vset(-INFINITY), total = vset(0), sum, part, base
     cdef int axis, turn, r
     for axis in range(c.leads - 1, -1, -1):
         index[axis] = head % c.lead[axis]
@@ -467,16 +476,20 @@ cdef void softmax_rows(const Call *c, Py_ssize_t number, real *tile) noexcept no
         while start < c.d:
             n = min(<Py_ssize_t>CHUNK, c.d - start)
             load_lanes(x, rows, c.q.storage, c.q.col, n, tile, LANES)
-            sum = vset(0)
+            sum = part = vset(0)
             for j in range(n):
                 if turn == 0:
                     most = vmax(most, vload(tile + j * LANES))
+                elif turn == 1:
+                    # Short sums of sums: one long one would lose digits.
+                    if j % 32 == 0:
+                        sum = sum + part
+                        part = vset(0)
+                    part = part + vexp(vload(tile + j * LANES) - base)
                 else:
-                    sum = sum + vexp(vload(tile + j * LANES) - base)
-                    if turn == 2:
-                        vstore(tile + j * LANES, vexp(vload(tile + j * LANES) - base) * total)
+                    vstore(tile + j * LANES, vexp(vload(tile + j * LANES) - base) * total)
             if turn == 1:
-                total = total + sum
+                total = total + (sum + part)
             elif turn == 2:
                 store_lanes(y, rows, c.out.storage, c.out.col, n, tile, LANES)
             for r in range(rows):

@@ -9,13 +9,15 @@ import math
 import numbers
 import operator
 import secrets
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
-from ._dtypes import as_array, computed_in, float_array, mask_array, storage
+from ._dtypes import as_array, computed_in, float_array, mask_array, real_array, storage
 
 BOUNDLESS = 1 << 60
+NO_VALUE = object()
 
 
 class Options(NamedTuple):
@@ -89,13 +91,14 @@ def operands(query, key, value, axes=None, swapped=False):
 def broadcast_lead(q, k, v, enable_gqa):
     """The leading axes of the result by PyTorch's rules: they broadcast, and with `enable_gqa` the
     last of them, the heads, may be a multiple of the key's and the value's."""
+    check_flag(enable_gqa, "enable_gqa")
     if q.shape[:-2] == k.shape[:-2] == v.shape[:-2]:
         return q.shape[:-2]
     leads = [x.shape[:-2] for x in (q, k, v)]
     heads = [lead[-1] if lead else 1 for lead in leads]
     H = max(heads) if min(heads) else 0
     for name, G in (("key", heads[1]), ("value", heads[2])):
-        if enable_gqa and G != heads[0] and G > 1:
+        if enable_gqa and G not in (1, heads[0]):
             check_groups(heads[0], G, name)
         elif G not in (1, H) and heads[0] != 1:
             hint = "; a query with more heads needs enable_gqa=True" if heads[0] > G > 0 else ""
@@ -211,9 +214,7 @@ def check_window(window, causal):
 
 def check_per_head(x, name, H):
     """One number a head, as a float64 vector of their own."""
-    x = as_array(x, name)
-    if x.dtype == bool or not (storage(x.dtype) or np.issubdtype(x.dtype, np.integer)):
-        raise TypeError(f"{name}: expected real numbers, got {x.dtype}")
+    x = real_array(x, name)
     if x.shape != (H,):
         raise ValueError(f"{name}: expected shape (H,) = ({H},), got {x.shape}")
     return x.astype(np.float64)
@@ -222,7 +223,7 @@ def check_per_head(x, name, H):
 def check_lengths(lengths, name, B, most):
     """One length a batch member, as an int64 vector of their own."""
     lengths = as_array(lengths, name)
-    if lengths.dtype == bool or not np.issubdtype(lengths.dtype, np.integer):
+    if lengths.dtype.kind not in "iu" and lengths.size:
         raise TypeError(f"{name}: expected integers, got {lengths.dtype}")
     if lengths.shape != (B,):
         raise ValueError(f"{name}: expected shape (B,) = ({B},), got {lengths.shape}")
@@ -257,31 +258,50 @@ def check_dropout(dropout_p, rng):
     return p, rng
 
 
+def check_flag(flag, name):
+    if not isinstance(flag, (bool, np.bool_)):
+        raise TypeError(f"{name}: expected a bool, got {type(flag).__name__}")
+
+
 def check_out(out, problem, swapped, inputs):
     """`out` as it was given, if the result may be written to it."""
     shape = problem.out_shape
     if swapped:
         shape = (*shape[:-3], shape[-2], shape[-3], shape[-1])
-    if type(out) is not np.ndarray or out.dtype != problem.q.dtype:
-        got = out.dtype if isinstance(out, np.ndarray) else type(out).__name__
-        raise TypeError(f"out: expected a NumPy array of {problem.q.dtype}, got {got}")
+    if type(out) not in (np.ndarray, np.memmap):
+        raise TypeError(f"out: expected a NumPy array, got {type(out).__name__}")
+    if out.dtype != problem.q.dtype:
+        raise TypeError(f"out: expected an array of {problem.q.dtype}, got {out.dtype}")
     if out.shape != shape:
         raise ValueError(f"out: expected shape {shape}, got {out.shape}")
     if not (out.flags.writeable and out.flags.aligned and out.dtype.isnative):
         raise ValueError("out: expected a writable, aligned array in native byte order")
-    for x in inputs:
-        if x is not None and np.shares_memory(out, x):
+    for x in (*inputs, problem.q, problem.k, problem.v, problem.mask):
+        if isinstance(x, np.ndarray) and np.shares_memory(out, x):
             raise ValueError("out: expected memory of its own, got some that an input uses too")
     return out
 
 
-def chosen(index, n):
-    """Indices as `index`, which may be None, an int, a slice or a sequence of ints, picks from n."""
+def chosen(index, name, n):
+    """Which of n an int, a slice or a sequence of ints picks, as a list; None for None."""
     if index is None:
         return None
-    picked = np.atleast_1d(np.arange(n)[index])
+    try:
+        if not isinstance(index, slice):
+            index = np.asarray(index)
+            if index.dtype.kind == "O":
+                index = np.vectorize(operator.index, otypes=[object])(index)
+            elif index.size and index.dtype.kind not in "iub":
+                raise TypeError(f"got {index.dtype}")
+            if index.dtype.kind != "b":
+                index = np.atleast_1d(np.asarray(np.clip(index, -n - 1, n)).astype(np.intp))
+        picked = np.arange(n)[index]
+    except IndexError as error:
+        raise IndexError(f"{name}: expected indices from {-n} to {n - 1}: {error}") from None
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"{name}: expected an int, a slice or a sequence of ints: {error}") from None
     if picked.ndim != 1:
-        raise ValueError("heads, rows: expected an int, a slice or a sequence of ints")
+        raise ValueError(f"{name}: expected an int, a slice or a sequence of ints, got {index.ndim} axes")
     return picked.tolist()
 
 
@@ -312,6 +332,7 @@ def torch_problem(
     """A call of `scaled_dot_product_attention`."""
     q, k, v = operands(query, key, value)
     lead = broadcast_lead(q, k, v, enable_gqa)
+    check_flag(is_causal, "is_causal")
     if attn_mask is not None:
         if is_causal:
             raise ValueError(
@@ -319,10 +340,8 @@ def torch_problem(
                 "fastmha.attention applies both"
             )
         attn_mask = check_mask(attn_mask, "attn_mask", lead, q.shape[-2], k.shape[-2])
-    if not isinstance(is_causal, (bool, np.bool_)):
-        raise TypeError(f"is_causal: expected a bool, got {type(is_causal).__name__}")
     options = Options(check_scale(scale, q.shape[-1]), right=0 if is_causal else BOUNDLESS)
-    if dropout_p != 0 or rng is not None:
+    if rng is not None or type(dropout_p) not in (float, int) or dropout_p != 0:
         dropout_p, seed = check_dropout(dropout_p, rng)
         options = options._replace(dropout_p=dropout_p, seed=seed)
     return Problem(q, k, v, attn_mask, lead, options)
@@ -346,10 +365,10 @@ def full_problem(
     rng,
     layout,
 ):
-    """A call of `attention`; `value` is None where only weights are asked for."""
-    if layout not in ("BHLD", "BLHD"):
+    """A call of `attention`; `value` is NO_VALUE where only weights are asked for."""
+    if not isinstance(layout, str) or layout not in ("BHLD", "BLHD"):
         raise ValueError(f"layout: expected 'BHLD' or 'BLHD', got {layout!r}")
-    if value is None:
+    if value is NO_VALUE:
         key = float_array(key, "key")
         value = np.empty((*key.shape[:-1], 0), key.dtype)
     q, k, v = operands(query, key, value, axes=4, swapped=layout == "BLHD")
@@ -470,6 +489,8 @@ def check_gradient(problem, swapped, grad_out, out, lse, grad_mask, grad_sinks, 
         raise ValueError(f"lse: expected shape {lse_shape}, got {lse.shape}")
     if lse.dtype != problem.lse_dtype:
         raise TypeError(f"lse: expected {problem.lse_dtype}, as the forward call returned, got {lse.dtype}")
+    check_flag(grad_mask, "grad_mask")
+    check_flag(grad_sinks, "grad_sinks")
     if grad_mask and (problem.mask is None or problem.mask.dtype == bool):
         raise ValueError("grad_mask: expected a float mask with it, got " + (
             "none" if problem.mask is None else "a bool mask, which has no gradient"
@@ -483,6 +504,9 @@ def check_gradient(problem, swapped, grad_out, out, lse, grad_mask, grad_sinks, 
 
 def check_parts(outs, lses):
     """Partial results to merge, as lists of arrays."""
+    for x, name in ((outs, "outs"), (lses, "lses")):
+        if not isinstance(x, Iterable):
+            raise TypeError(f"{name}: expected a sequence of arrays, got {type(x).__name__}")
     outs = [float_array(x, f"outs[{i}]") for i, x in enumerate(outs)]
     lses = [float_array(x, f"lses[{i}]") for i, x in enumerate(lses)]
     if not outs or len(outs) != len(lses):
@@ -499,13 +523,11 @@ def check_parts(outs, lses):
     return outs, lses
 
 
-def five_steps(X, W_Q, W_K, W_V, W_O, h):
+def five_steps(X, W_Q, W_K, W_V, W_O, h, trace):
     """The arguments of `multi_head_attention`, all arrays of one floating-point dtype."""
     names = ("X", "W_Q", "W_K", "W_V", "W_O")
-    arrays = [as_array(x, name) for x, name in zip((X, W_Q, W_K, W_V, W_O), names, strict=True)]
+    arrays = [real_array(x, name) for x, name in zip((X, W_Q, W_K, W_V, W_O), names, strict=True)]
     for x, name in zip(arrays, names, strict=True):
-        if x.dtype == bool or not (storage(x.dtype) or np.issubdtype(x.dtype, np.integer)):
-            raise TypeError(f"{name}: expected real numbers, got {x.dtype}")
         if x.ndim not in ((2, 3) if name == "X" else (2,)):
             expected = "2 or 3 axes" if name == "X" else "2 axes"
             raise ValueError(f"{name}: expected {expected}, got shape {x.shape}")
@@ -518,6 +540,8 @@ def five_steps(X, W_Q, W_K, W_V, W_O, h):
         raise TypeError(f"h: expected an int, got {type(h).__name__}") from None
     if h < 1:
         raise ValueError(f"h: expected at least 1 head, got {h}")
+    if trace is not None and not callable(trace):
+        raise TypeError(f"trace: expected a callable, got {type(trace).__name__}")
     for W, name in ((W_Q, "W_Q"), (W_K, "W_K"), (W_V, "W_V")):
         if W.shape[0] != X.shape[-1] or W.shape[1] % h:
             raise ValueError(

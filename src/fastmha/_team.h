@@ -172,6 +172,14 @@ static int run_job(Body body, void *arg, ptrdiff_t pieces, int threads, Poll pol
   return ended;
 }
 
+/* For long pieces: asks `poll`, if it is a while since `asked`. */
+static int poll_now_and_then(double *asked, Poll poll) {
+  const double patience = 0.1, time = now();
+  if (time - *asked <= patience) return 0;
+  *asked = time;
+  return poll();
+}
+
 /* Scratch memory, 64-byte aligned: the POOL_SIZE blocks given back last are kept for the next calls. */
 enum { POOL_SIZE = 8, ALIGNMENT = 64 };
 typedef struct Block {

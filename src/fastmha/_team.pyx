@@ -11,6 +11,7 @@ cdef extern from "_team.h" nogil:
     int run_job(Body body, void *arg, Py_ssize_t pieces, int threads, Poll poll)
     Block take_block "take_scratch"(size_t size)
     void give_block "give_scratch"(Block block)
+    int poll_now_and_then(double *asked, Poll poll)
     int fastmha_get_num_threads()
     void fastmha_set_num_threads(int n)
 
@@ -25,6 +26,12 @@ cdef int interrupted() noexcept with gil:
 cdef int parallel_for(Body body, void *arg, Py_ssize_t pieces, int threads) except -1 nogil:
     """body(arg, piece, slot) for every piece, on at most `threads` threads: slots 0 to threads - 1."""
     return run_job(body, arg, pieces, threads, <Poll>interrupted)
+
+
+cdef int look_for_signals(double *asked) noexcept nogil:
+    """For the caller's own thread, slot 0, inside long pieces: now and then, whether to give up. Then
+    Python's error is set."""
+    return poll_now_and_then(asked, <Poll>interrupted)
 
 
 cdef Scratch take_scratch(size_t size) noexcept nogil:

@@ -112,7 +112,10 @@ def _quota_cpus(root="/sys/fs/cgroup", cgroups="/proc/self/cgroup"):
     """
     quotas = []
     for line in _read(cgroups).splitlines():
-        _, controllers, path = line.split(":", 2)
+        _, colon, rest = line.partition(":")
+        controllers, another, path = rest.partition(":")
+        if not (colon and another):
+            continue
         if controllers and "cpu" not in controllers.split(","):
             continue
         for mount in [root] if not controllers else [f"{root}/{controllers}", f"{root}/cpu"]:

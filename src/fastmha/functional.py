@@ -4,7 +4,7 @@ import numpy as np
 
 from . import _problem
 from ._dispatch import kernels
-from ._dtypes import as_array, computed_in, storage
+from ._dtypes import computed_in, real_array, storage
 from ._execute import attend, attend_backward, project, sink_gradient, weigh
 
 
@@ -220,6 +220,7 @@ def attention(
         layout=layout,
     )
     swapped = layout == "BLHD"
+    _problem.check_flag(return_lse, "return_lse")
     if out is not None:
         out = _problem.check_out(out, problem, swapped, (query, key, value, mask))
     result, lse = attend(problem, out=out, swapped=swapped, want_lse=return_lse)
@@ -391,7 +392,7 @@ def attention_weights(
     problem = _problem.full_problem(
         query,
         key,
-        None,
+        _problem.NO_VALUE,
         mask=mask,
         causal=causal,
         window=window,
@@ -406,7 +407,7 @@ def attention_weights(
         layout=layout,
     )
     H, L = problem.lead[1], problem.q.shape[2]
-    return weigh(problem, _problem.chosen(heads, H), _problem.chosen(rows, L))
+    return weigh(problem, _problem.chosen(heads, "heads", H), _problem.chosen(rows, "rows", L))
 
 
 def merge_attention(outs, lses):
@@ -491,10 +492,8 @@ def softmax(x, axis=-1):
     >>> fastmha.softmax([0.0, 0.0, 0.0, 0.0])
     array([0.25, 0.25, 0.25, 0.25])
     """
-    x = as_array(x, "x")
+    x = real_array(x, "x")
     if not storage(x.dtype):
-        if x.dtype == bool or not np.issubdtype(x.dtype, np.integer):
-            raise TypeError(f"x: expected real numbers, got {x.dtype}")
         x = x.astype(np.float64)
     axis = _problem.check_axis(axis, x.ndim)
     out = np.empty(x.shape, x.dtype)
@@ -538,7 +537,7 @@ def multi_head_attention(X, W_Q, W_K, W_V, W_O, h, *, trace=None):
     >>> fastmha.multi_head_attention(np.zeros((3, 4)), I, I, I, I, h=2).shape
     (3, 4)
     """
-    X, W_Q, W_K, W_V, W_O, h = _problem.five_steps(X, W_Q, W_K, W_V, W_O, h)
+    X, W_Q, W_K, W_V, W_O, h = _problem.five_steps(X, W_Q, W_K, W_V, W_O, h, trace)
     tell = trace or (lambda step, shape: None)
     batch = X[None] if X.ndim == 2 else X
 
@@ -556,6 +555,6 @@ def multi_head_attention(X, W_Q, W_K, W_V, W_O, h, *, trace=None):
         tell("attend", heads[..., i, :].shape)
     concatenated = heads.reshape(*X.shape[:-1], W_O.shape[0])
     tell("concat", concatenated.shape)
-    out = times(concatenated.reshape(*batch.shape[:2], -1), W_O)
+    out = times(concatenated.reshape(*batch.shape[:2], W_O.shape[0]), W_O)
     tell("output", out.shape)
     return out

@@ -79,6 +79,7 @@ def attention_varlen(
         dropout_p=dropout_p,
         rng=rng,
     )
+    _problem.check_flag(return_lse, "return_lse")
     if out is not None:
         out = _problem.check_out(out, problem, True, (query, key, value))
     result, lse = attend(problem, out=out, swapped=True, want_lse=return_lse)
