@@ -10,6 +10,7 @@
 from . import _build_config, reference
 from ._dispatch import show_config
 from ._threads import get_num_threads, num_threads, set_num_threads
+from .cache import KVCache
 from .functional import (
     attention,
     attention_backward,
@@ -21,11 +22,14 @@ from .functional import (
     softmax,
 )
 from .multihead import MultiHeadAttention
+from .paged import PagedKVCache
 from .rope import Rope, alibi_slopes
 from .varlen import attention_varlen, attention_varlen_backward
 
 __all__ = [
+    "KVCache",
     "MultiHeadAttention",
+    "PagedKVCache",
     "Rope",
     "alibi_slopes",
     "attention",

@@ -16,7 +16,7 @@ from fastmha._stages cimport (
     slope_of_cap, subtract_distance, weigh,
 )
 from fastmha._operand cimport store_lanes
-from fastmha._storage cimport BOOL, REAL
+from fastmha._storage cimport BOOL, REAL, load_one
 from fastmha._tile cimport score_rows, value_rows
 
 
@@ -31,14 +31,51 @@ cdef inline Rows ready(
 ) noexcept nogil:
     """n rows from `first` on: read in place where they are reals side by side, else copied."""
     cdef Rows rows
-    cdef Py_ssize_t j
-    data += first * o.row
     if o.storage == REAL and (o.col == sizeof(real) or width == 1) and o.row % <Py_ssize_t>sizeof(real) == 0:
-        rows.data = <const real *>data
+        rows.data = <const real *>(data + first * o.row)
         rows.row = o.row // <Py_ssize_t>sizeof(real)
         return rows
-    for j in range(n):
-        load_row(data + j * o.row, o.storage, o.col, width, copy + j * width)
+    copy_rows(o, data, NULL, NULL, first, n, width, copy)
+    rows.data = copy
+    rows.row = width
+    return rows
+
+
+cdef inline void copy_rows(
+    const Operand *o, const char *data, const Operand *scales, const char *factors, Py_ssize_t first,
+    Py_ssize_t n, Py_ssize_t width, real *copy,
+) noexcept nogil:
+    """n rows from `first` on as reals, times their factors where there are any."""
+    cdef Py_ssize_t j
+    cdef real factor = 1
+    for j in range(first, first + n):
+        if factors != NULL:
+            factor = load_one(factors + j * scales.row, scales.storage)
+        load_row(data + j * o.row, o.storage, o.col, width, copy, factor)
+        copy += width
+
+
+cdef inline Rows fetch(
+    const Call *c, const Block *b, const Operand *o, const char *data, const Operand *scales,
+    const char *factors, Py_ssize_t atom, Py_ssize_t n, Py_ssize_t width, real *copy,
+) noexcept nogil:
+    """An atom's n keys or values, wherever they lie. A ring has them side by side; so has a page at
+    times, and else rows are gathered."""
+    cdef Rows rows
+    cdef Py_ssize_t first = atom % c.ring if c.ring else atom, done = 0, run, page
+    if c.page == 0 and factors == NULL:
+        return ready(o, data, first, n, width, copy)
+    if c.page and first % c.page + n <= c.page and factors == NULL:
+        return ready(o, data + b.table[first // c.page] * o.page, first % c.page, n, width, copy)
+    while done < n:
+        run, page = n - done, 0
+        if c.page:
+            page = b.table[(atom + done) // c.page]
+            first = (atom + done) % c.page
+            run = min(run, c.page - first)
+        copy_rows(o, data + page * o.page, scales, factors + page * scales.page if factors != NULL else NULL,
+                  first, run, width, copy + done * width)
+        done += run
     rows.data = copy
     rows.row = width
     return rows

@@ -41,6 +41,9 @@ cdef struct Block:
     Py_ssize_t lowest, highest          # of the rows' positions
     const char *k
     const char *v
+    const char *k_scales                # NULL where there are none
+    const char *v_scales
+    const long long *table              # the member's row of it
     int panels
     Panel panel[BLOCK_PANELS]
     real *tile                          # [key][row] of a panel: scores, then weights
@@ -90,12 +93,15 @@ cdef inline void find_rows(const Call *c, Py_ssize_t number, Block *b) noexcept 
         shift = c.shifts[index[0]]
     b.k = locate(&c.k, c.leads, index)
     b.v = locate(&c.v, c.leads, index)
+    b.k_scales, b.v_scales = base(&c.k_scales, c.leads, index), base(&c.v_scales, c.leads, index)
+    b.table = c.table + index[0] * c.table_row if c.page else NULL
     q, mask, out = base(&c.q, c.leads, index), base(&c.mask, c.leads, index), base(&c.out, c.leads, index)
     lse, weights = base(&c.lse, c.leads, index), base(&c.weights, c.leads, index)
     if c.query_starts != NULL:
         q += c.query_starts[index[0]] * c.q.row
         out += c.query_starts[index[0]] * c.out.row
         lse += c.query_starts[index[0]] * c.lse.row
+    if c.key_starts != NULL:
         b.k += c.key_starts[index[0]] * c.k.row
         b.v += c.key_starts[index[0]] * c.v.row
     b.rows = 0

@@ -28,6 +28,7 @@ cdef extern from * nogil:
 
 cdef struct Call:
     Operand q, k, v, out, lse, mask, weights
+    Operand k_scales, v_scales          # one for each row of int8 keys and values
     int leads
     Py_ssize_t lead[MOST_AXES]          # shape of the leading axes
     Py_ssize_t queries, keys, d, e
@@ -39,6 +40,11 @@ cdef struct Call:
     const long long *query_lengths
     const long long *query_starts       # of a packed batch: the members' first rows, or NULL
     const long long *key_starts
+    # Key j of a member lies in row j of k and v; or in row j % ring; or in row j % page of the page
+    # table[member][j // page].
+    Py_ssize_t ring, page               # 0 for none
+    const long long *table              # members x table_row
+    Py_ssize_t table_row
     const double *slopes                # for each index of the last leading axis, or NULL
     const double *sinks
     bint raw                            # scores need no more than a scale, which the weights apply

@@ -6,7 +6,7 @@
 #define FASTMHA_CPU_H
 
 #if defined(__x86_64__) || defined(_M_X64)
-#ifdef _MSC_VER
+#if defined(_MSC_VER) && !defined(__clang__)
 #include <intrin.h>
 static void cpuid(int leaf, int sub, int *r) { __cpuidex(r, leaf, sub); }
 static unsigned long long saved_registers(void) { return _xgetbv(0); }

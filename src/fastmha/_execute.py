@@ -47,7 +47,7 @@ def attend_backward(problem, grad, out, lse, swapped=False, grad_mask=False):
     """dq, dk, dv, and dmask or None, laid out like query, key, value and mask."""
     q, k, v, mask, lead, options = problem
     exact = computed_in(q.dtype)
-    *batch, H = lead
+    *batch, _ = lead
     L, S, D, G, E = q.shape[-2], k.shape[-2], q.shape[-1], k.shape[-3], v.shape[-1]
     packed = options.query_starts is not None
     if packed:

@@ -22,24 +22,25 @@ from cpython.buffer cimport (
     PyBUF_SIMPLE, PyBUF_STRIDED, PyBUF_STRIDED_RO, PyBuffer_Release, PyObject_GetBuffer,
 )
 from libc.math cimport ceil
-from libc.stdint cimport uint32_t, uint64_t
-from libc.string cimport memset
+from libc.stdint cimport int8_t, uint32_t, uint64_t
+from libc.string cimport memcpy, memset
 
-from fastmha._atom cimport Rows, merge, ready, step
+from fastmha._atom cimport Rows, fetch, merge, step
 from fastmha._block cimport (
     Block, Panel, block_bytes, clear_panel, close_panel, deal_scratch, open_block, tile_bytes,
 )
 from fastmha._call cimport ATOM, BLOCK, BOUNDLESS, PANEL, Call
 from fastmha._gradient cimport Gradient, gradient_piece, head_bytes, mask_gradient_piece, mask_gradient_pieces
 from fastmha._math cimport vexp
-from fastmha._operand cimport MOST_AXES, bind, load_lanes, locate, store_lanes
+from fastmha._operand cimport MOST_AXES, Operand, bind, load_lanes, load_row, locate, store_lanes, store_row
 from fastmha._project cimport PROJECT_COLUMNS, PROJECT_ROWS, Projection, project_block, project_bytes
+from fastmha._quantise cimport quantise_row
 from fastmha._simd cimport (
     FUSED, INFINITY, LANES, PANEL_VECTORS, REAL_BYTES, TILE_ROWS, real, vec, vfma, vless, vload, vmax, vset,
     vstore, vstoreu,
 )
 from fastmha._stages cimport finite
-from fastmha._storage cimport BOOL, REAL, storage_bytes
+from fastmha._storage cimport BOOL, FLOAT32, INT8, REAL, storage_bytes
 from fastmha._team cimport (
     Body, Scratch, give_scratch, look_for_signals, parallel_for, take_scratch, thread_limit,
 )
@@ -58,9 +59,9 @@ cdef void pass_over_keys(const Call *c, Block *b, Panel *panels, Py_ssize_t atom
     cdef int i, values_finite
     while atom < stop:
         n = min(<Py_ssize_t>ATOM, b.keys - atom)
-        keys = ready(&c.k, b.k, atom, n, c.d, b.key_copy)
+        keys = fetch(c, b, &c.k, b.k, &c.k_scales, b.k_scales, atom, n, c.d, b.key_copy)
         if values_too:
-            values = ready(&c.v, b.v, atom, n, c.e, b.value_copy)
+            values = fetch(c, b, &c.v, b.v, &c.v_scales, b.v_scales, atom, n, c.e, b.value_copy)
         values_finite = -1                       # not looked at yet
         for i in range(b.panels):
             step(c, b, &panels[i], atom, &keys, &values if values_too else NULL, &values_finite)
@@ -216,17 +217,62 @@ cdef const void *vector(Py_buffer *view, array, Py_ssize_t length, Py_ssize_t it
 
 
 cdef enum:
-    CALL_VIEWS = 14                     # buffers that a call holds
+    CALL_VIEWS = 17                     # buffers that a call holds
 
 
-cdef int open_call(Call *c, Py_buffer *views, tuple arrays, tuple storages, options) except -1:
+cdef int bind_keys(
+    Call *c, Operand *o, const Py_buffer *view, int storage, Py_ssize_t rows, Py_ssize_t cols,
+    bint vector=False,
+) except -1:
+    """Fits keys, values or scales to the call, or to its pages."""
+    cdef Py_ssize_t lead[2]
+    if c.page == 0:
+        return bind(o, view, storage, c.leads, c.lead, rows, cols, vector)
+    if view.ndim != 4 - vector or c.leads != 2:
+        raise ValueError("pages of too few or too many axes")
+    lead[0], lead[1] = view.shape[0], c.lead[1]
+    bind(o, view, storage, 2, lead, rows, cols, vector)
+    o.page, o.lead[0] = o.lead[0], 0
+    return 0
+
+
+cdef int settle(Call *c, const Py_buffer *k, table, Py_buffer *view) except -1:
+    """Checks where keys lie, where that is not simply one row after the other."""
+    cdef Py_ssize_t member, n, last, rows = k.shape[k.ndim - 2]
+    if c.keys < 0 or c.keys > (rows if c.ring == 0 and c.page == 0 else BOUNDLESS):
+        raise ValueError("keys beyond the arrays")
+    if c.ring and (c.ring != rows or c.ring % ATOM or c.page):
+        raise ValueError("a ring of another size")
+    if (c.ring or c.page) and c.key_starts != NULL:
+        raise ValueError("keys in two places")
+    if c.page == 0:
+        return 0
+    PyObject_GetBuffer(table, view, PyBUF_SIMPLE)
+    c.table = <const long long *>view.buf
+    c.table_row = view.len // 8 // max(<Py_ssize_t>1, c.lead[0])
+    if c.page != rows or c.table_row * c.lead[0] * 8 != view.len or view.itemsize != 8:
+        raise ValueError("pages of another size")
+    for member in range(c.lead[0]):
+        last = c.keys if c.key_lengths == NULL else c.key_lengths[member]
+        last = (last + c.page - 1) // c.page
+        if last > c.table_row:
+            raise ValueError("keys beyond the table of pages")
+        for n in range(last):
+            if not 0 <= c.table[member * c.table_row + n] < k.shape[0]:
+                raise ValueError("pages beyond the arrays")
+    return 0
+
+
+cdef int open_call(
+    Call *c, Py_buffer *views, tuple arrays, tuple storages, options, place=None
+) except -1:
     """Fits the arrays (q, k, v, out, lse, mask, weights) and the options together.
 
     `views` has zeros where the buffers go. They are held until `close_views`, also after an error.
     """
     cdef Py_buffer *o = &views[3]
     cdef int axis, packed
-    cdef Py_ssize_t heads, members
+    cdef Py_ssize_t heads, members, rows
     cdef double scale, softcap, dropout_p, log2e = 1.4426950408889634
     cdef long long left, right
     cdef uint64_t seed
@@ -235,6 +281,7 @@ cdef int open_call(Call *c, Py_buffer *views, tuple arrays, tuple storages, opti
         scale, softcap, left, right, shift, shifts, slopes, sinks, key_lengths, query_lengths, dropout_p,
         seed, query_starts, key_starts,
     ) = options
+    k_scales = v_scales = table = None
     memset(c, 0, sizeof(c[0]))
     for axis, array in enumerate(arrays):
         if array is not None:
@@ -251,10 +298,17 @@ cdef int open_call(Call *c, Py_buffer *views, tuple arrays, tuple storages, opti
     c.out_width = o.shape[o.ndim - 1]
     c.d = views[0].shape[views[0].ndim - 1]
     c.e = views[2].shape[views[2].ndim - 1]
-    c.keys = views[1].shape[views[1].ndim - 2]
+    c.keys = rows = views[1].shape[views[1].ndim - 2]
+    if place is not None:
+        c.keys, c.ring, c.page, table, k_scales, v_scales = place
     bind(&c.q, &views[0], storages[0], c.leads, c.lead, c.queries, c.d)
-    bind(&c.k, &views[1], storages[1], c.leads, c.lead, c.keys, c.d)
-    bind(&c.v, &views[2], storages[2], c.leads, c.lead, c.keys, c.e)
+    bind_keys(c, &c.k, &views[1], storages[1], rows, c.d)
+    bind_keys(c, &c.v, &views[2], storages[2], rows, c.e)
+    if k_scales is not None:
+        PyObject_GetBuffer(k_scales, &views[14], PyBUF_STRIDED_RO)
+        PyObject_GetBuffer(v_scales, &views[15], PyBUF_STRIDED_RO)
+        bind_keys(c, &c.k_scales, &views[14], FLOAT32, rows, 1, True)
+        bind_keys(c, &c.v_scales, &views[15], FLOAT32, rows, 1, True)
     bind(&c.out, o, storages[3], c.leads, c.lead, c.queries, c.out_width)
     if lse is not None:
         bind(&c.lse, &views[4], storages[4], c.leads, c.lead, c.queries, 1, True)
@@ -271,7 +325,7 @@ cdef int open_call(Call *c, Py_buffer *views, tuple arrays, tuple storages, opti
     c.query_lengths = <const long long *>vector(&views[11], query_lengths, members, 8)
     c.query_starts = <const long long *>vector(&views[12], query_starts, members, 8)
     c.key_starts = <const long long *>vector(&views[13], key_starts, members, 8)
-    if packed and (c.key_starts == NULL or c.key_lengths == NULL or c.query_lengths == NULL):
+    if packed and (c.key_lengths == NULL or c.query_lengths == NULL or c.key_starts == NULL and c.page == 0):
         raise ValueError("a packed batch without its lengths")
     for axis in range(members):
         if (
@@ -279,6 +333,7 @@ cdef int open_call(Call *c, Py_buffer *views, tuple arrays, tuple storages, opti
             or not within(c.key_starts, c.key_lengths, axis, c.keys)
         ):
             raise ValueError("lengths beyond the arrays")
+    settle(c, &views[1], table, &views[16])
     if packed:
         c.queries, c.keys = greatest(c.query_lengths, members), greatest(c.key_lengths, members)
     c.left = <Py_ssize_t>min(<long long>BOUNDLESS, left)
@@ -330,7 +385,7 @@ cdef void close_views(Py_buffer *views, int n) noexcept:
         PyBuffer_Release(&views[i])              # does nothing where there is none
 
 
-def attend(q, k, v, out, lse, mask, weights, tuple storages, options):
+def attend(q, k, v, out, lse, mask, weights, tuple storages, options, place=None):
     """Attention of q (..., L, D) over k (..., S, D) and v (..., S, E), into out (..., L, E).
 
     `lse` (..., L), `mask`, which broadcasts to (..., L, S), and `weights` (..., L, S), zeros where the
@@ -339,12 +394,18 @@ def attend(q, k, v, out, lse, mask, weights, tuple storages, options):
     seed, query_starts, key_starts): slopes and sinks float64, shifts, lengths and starts int64, any of
     them None. With starts the batch is packed: q is (H, T, D) and so on, lse (H, T), and member b has the
     rows from its start on.
+
+    `place`, for caches, is the tuple (S, ring, page, table, k_scales, v_scales). Where `ring` is not 0, k
+    is (..., ring, D), and key j lies in row j % ring. Where `page` is not 0, k is (pages, G, page, D), and
+    key j of a member lies in row j % page of the page table[member, j // page]; `table` is int64, with
+    at least as many columns as are used. Scales have the shapes of k and v without the last axis,
+    float32, or are None.
     """
     cdef Py_buffer views[CALL_VIEWS]
     cdef Call c
     memset(views, 0, sizeof(views))
     try:
-        open_call(&c, views, (q, k, v, out, lse, mask, weights), storages, options)
+        open_call(&c, views, (q, k, v, out, lse, mask, weights), storages, options, place)
         if c.out_width != c.e:
             raise ValueError("arrays whose shapes do not fit")
         c.slot_bytes = block_bytes(&c)
@@ -537,6 +598,85 @@ def softmax(x, out, int storage):
     finally:
         for axis in range(2):
             PyBuffer_Release(&views[axis])
+
+
+# --- rows for caches ---------------------------------------------------------------------------------
+
+cdef void store_all(
+    const Operand *x, const Operand *out, const Operand *scales, const Py_ssize_t *lead, Py_ssize_t n,
+    Py_ssize_t d, const long long *first, const long long *slots, real *row,
+) noexcept nogil:
+    cdef Py_ssize_t i, head, j, place, slot
+    cdef const char *source
+    cdef char *target
+    cdef char *factor
+    cdef float scale
+    for i in range(lead[0]):
+        place, slot = i, 0
+        if first != NULL:
+            place, slot = first[i], slots[i]
+        for head in range(lead[1]):
+            source = x.data + i * x.lead[0] + head * x.lead[1]
+            target = out.data + place * out.lead[0] + head * out.lead[1] + slot * out.row
+            factor = scales.data + place * scales.lead[0] + head * scales.lead[1] + slot * scales.row
+            for j in range(n):
+                load_row(source + j * x.row, x.storage, x.col, d, row)
+                if scales.data != NULL:
+                    scale = quantise_row(row, d, <int8_t *>(target + j * out.row))
+                    memcpy(factor + j * scales.row, &scale, sizeof(float))
+                else:
+                    store_row(target + j * out.row, out.storage, out.col, d, row)
+
+
+def store(x, int x_storage, out, int out_storage, scales=None, first=None, slots=None):
+    """Rows of x (A, B, n, D) into out, of the same shape, as elements of another type.
+
+    For int8 each row's scale goes into `scales` (A, B, n), float32. With `first` and `slots`, int64 (A,),
+    n is 1, and the rows x[i] go to out[first[i], :, slots[i]].
+    """
+    cdef Py_buffer views[5]
+    cdef Operand o[3]
+    cdef Py_ssize_t lead[2]
+    cdef Py_ssize_t out_lead[2]
+    cdef Py_ssize_t n, d, i, room
+    cdef const long long *places = NULL
+    cdef const long long *rows = NULL
+    cdef Scratch scratch
+    memset(views, 0, sizeof(views))
+    memset(o, 0, sizeof(o))
+    try:
+        PyObject_GetBuffer(x, &views[0], PyBUF_STRIDED_RO)
+        PyObject_GetBuffer(out, &views[1], PyBUF_STRIDED)
+        if views[0].ndim != 4 or views[1].ndim != 4 or (out_storage == INT8) != (scales is not None):
+            raise ValueError("arrays of too few or too many axes")
+        lead[0], lead[1], n, d = views[0].shape[0], views[0].shape[1], views[0].shape[2], views[0].shape[3]
+        out_lead[0], out_lead[1], room = views[1].shape[0], views[1].shape[1], views[1].shape[2]
+        bind(&o[0], &views[0], x_storage, 2, lead, n, d)
+        bind(&o[1], &views[1], out_storage, 2, out_lead, room, d)
+        if scales is not None:
+            PyObject_GetBuffer(scales, &views[2], PyBUF_STRIDED)
+            bind(&o[2], &views[2], FLOAT32, 2, out_lead, room, 1, True)
+        if views[1].shape[3] != d or d > 1 and out_storage == INT8 and o[1].col != 1:
+            raise ValueError("arrays whose shapes do not fit")
+        places = <const long long *>vector(&views[3], first, lead[0], 8)
+        rows = <const long long *>vector(&views[4], slots, lead[0], 8)
+        if out_lead[1] != lead[1] or (places == NULL) != (rows == NULL):
+            raise ValueError("arrays whose shapes do not fit")
+        if places == NULL and (out_lead[0] != lead[0] or room != n) or places != NULL and n != 1:
+            raise ValueError("arrays whose shapes do not fit")
+        if places != NULL:
+            for i in range(lead[0]):
+                if not (0 <= places[i] < out_lead[0] and 0 <= rows[i] < room):
+                    raise ValueError("places beyond the array")
+        scratch = take_scratch(d * sizeof(real))
+        if scratch.start == NULL:
+            raise MemoryError("no memory for the kernel's scratch")
+        with nogil:
+            store_all(&o[0], &o[1], &o[2], lead, n, d, places, rows, <real *>scratch.start)
+        give_scratch(scratch)
+    finally:
+        for i in range(5):
+            PyBuffer_Release(&views[i])
 
 
 # --- projections -------------------------------------------------------------------------------------

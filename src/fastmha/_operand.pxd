@@ -7,7 +7,10 @@ calls the kernels has explained every mistake to the user before.
 from cpython.buffer cimport Py_buffer
 
 from fastmha._simd cimport LANES, real, vec, vload, vloadu, vset, vstore, vstoreu, vtranspose
-from fastmha._storage cimport REAL, STORAGES, load_one, storage_bytes, store_one
+from fastmha._storage cimport (
+    BFLOAT16, FLOAT16, INT8, REAL, STORAGES, load_one, loads_vectors, storage_bytes, store_one,
+    stores_vectors, vload_from, vstore_to,
+)
 
 cdef enum:
     MOST_AXES = 64
@@ -19,6 +22,7 @@ cdef struct Operand:
     Py_ssize_t row, col                 # strides of the last two axes, in bytes
     Py_ssize_t lead[MOST_AXES]          # strides of the leading axes, 0 where it is broadcast
     Py_ssize_t group                    # so many indices of the last leading axis share one entry
+    Py_ssize_t page                     # from one page to the next, where there are pages
 
 
 cdef inline int bind(
@@ -36,7 +40,7 @@ cdef inline int bind(
     o.data = <char *>view.buf
     o.storage = storage
     o.group = 1
-    o.row = o.col = 0
+    o.row = o.col = o.page = 0
     for axis in range(leads + 2 - vector):
         own = axis - skipped
         want = lead[axis] if axis < leads else rows if axis == leads else cols
@@ -66,17 +70,40 @@ cdef inline char *locate(const Operand *o, int leads, const Py_ssize_t *index) n
     return o.data + offset
 
 
-cdef inline void load_row(
-    const char *p, int storage, Py_ssize_t step, Py_ssize_t n, real *out
+cdef inline Py_ssize_t load_vectors(
+    const int storage, const char *p, Py_ssize_t n, vec factor, real *out
 ) noexcept nogil:
-    """n elements that lie `step` bytes apart, as reals side by side."""
+    """As many of n neighbours as fill vectors; int8 is multiplied with the factor."""
+    cdef Py_ssize_t i = 0, size = storage_bytes(storage)
+    cdef vec x
+    while i + LANES <= n:
+        x = vload_from(p + i * size, storage)
+        vstoreu(out + i, x * factor if storage == INT8 else x)
+        i += LANES
+    return i
+
+
+cdef inline void load_row(
+    const char *p, int storage, Py_ssize_t step, Py_ssize_t n, real *out, real factor=1
+) noexcept nogil:
+    """n elements that lie `step` bytes apart, as reals side by side; int8 times the factor."""
     cdef Py_ssize_t i = 0
-    if storage == REAL and step == sizeof(real):
-        while i + LANES <= n:
-            vstoreu(out + i, vloadu(<const real *>p + i))
-            i += LANES
+    if loads_vectors(storage, step):
+        # With the storage a constant, as it must be for speed.
+        if storage == REAL:
+            i = load_vectors(REAL, p, n, vset(1), out)
+        elif storage == FLOAT16:
+            i = load_vectors(FLOAT16, p, n, vset(1), out)
+        elif storage == BFLOAT16:
+            i = load_vectors(BFLOAT16, p, n, vset(1), out)
+        elif storage == INT8:
+            i = load_vectors(INT8, p, n, vset(factor), out)
+        else:
+            i = load_vectors(storage, p, n, vset(1), out)
     while i < n:
         out[i] = load_one(p + i * step, storage)
+        if storage == INT8:
+            out[i] *= factor
         i += 1
 
 
@@ -85,9 +112,9 @@ cdef inline void store_row(
 ) noexcept nogil:
     """n reals to elements that lie `step` bytes apart."""
     cdef Py_ssize_t i = 0
-    if storage == REAL and step == sizeof(real):
+    if stores_vectors(storage, step):
         while i + LANES <= n:
-            vstoreu(<real *>p + i, vloadu(values + i))
+            vstore_to(p + i * step, vloadu(values + i), storage)
             i += LANES
     while i < n:
         store_one(p + i * step, values[i], storage)
@@ -108,10 +135,10 @@ cdef inline void load_lanes(
     cdef int r
     for r in range(LANES):
         row[r] = rows[r if r < count else count - 1]
-    if storage == REAL and col == sizeof(real):
+    if loads_vectors(storage, col):
         while c + LANES <= cols:
             for r in range(LANES):
-                block[r] = vloadu(<const real *>row[r] + c)
+                block[r] = vload_from(row[r] + c * col, storage)
             vtranspose(block)
             for r in range(LANES):
                 vstore(out + (c + r) * pitch, block[r])
@@ -130,13 +157,13 @@ cdef inline void store_lanes(
     cdef vec block[LANES]
     cdef Py_ssize_t c = 0
     cdef int r
-    if storage == REAL and col == sizeof(real):
+    if stores_vectors(storage, col):
         while c + LANES <= cols:
             for r in range(LANES):
                 block[r] = vload(values + (c + r) * pitch)
             vtranspose(block)
             for r in range(count):
-                vstoreu(<real *>rows[r] + c, block[r])
+                vstore_to(rows[r] + c * col, block[r], storage)
             c += LANES
     while c < cols:
         for r in range(count):

@@ -15,6 +15,10 @@
 #include <stdint.h>
 #include <string.h>
 
+#ifdef __clang__
+#pragma STDC FP_CONTRACT OFF /* clang-cl passes over -ffp-contract=off */
+#endif
+
 #ifdef FASTMHA_DOUBLE
 typedef double real;
 typedef uint64_t bits;
