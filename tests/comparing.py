@@ -6,9 +6,9 @@ import numpy as np
 
 from fastmha import reference
 
-# Allowed in any case, in units of the last place of the dtype, relative to the largest value: the plain
-# computation may have been lucky, as on arrays of a single element. Half types are computed in float32
-# and rounded once.
+# Allowed in any case, in units of the last place of the dtype, relative to the largest value: the
+# plain computation may have been lucky, as on arrays of a single element. Half types are computed
+# in float32 and rounded once.
 FLOOR = {"float64": 0, "float32": 4, "float16": 1, "bfloat16": 1}
 
 
@@ -34,7 +34,7 @@ def precision(dtype):
 
 
 def error(actual, expected, floor=0.0):
-    """The largest difference between finite values, relative to the largest value, or to `floor`."""
+    """The largest difference between finite values, relative to the largest value or `floor`."""
     actual, expected = (np.asarray(x).astype(np.float64) for x in (actual, expected))
     finite = np.isfinite(actual) & np.isfinite(expected)
     if not finite.any():
@@ -47,8 +47,9 @@ def error(actual, expected, floor=0.0):
 
 
 def assert_close(actual, expected, dtype, plain=None, floor=0.0, slack=0.0):
-    """`actual`, of dtype `dtype`, is `expected` up to 1e-12 of the largest value in float64, and else
-    up to twice the error of the `plain` computation at that precision, or a few roundings + `slack`.
+    """`actual`, of dtype `dtype`, is `expected` up to 1e-12 of the largest value in float64, and
+    else up to twice the error of the `plain` computation at that precision, or a few roundings and
+    `slack`.
 
     NaNs and infinities must be in the same places. With `floor`, errors are relative to no less.
     """
@@ -79,7 +80,8 @@ def assert_same_bits(actual, expected):
         return
     word = np.dtype(f"u{actual.dtype.itemsize}")
     a, e = (np.ascontiguousarray(x) for x in (actual, expected))
-    differ = (a.view(word) != e.view(word)) & ~(np.isnan(a) & np.isnan(e))
+    with np.errstate(invalid="ignore"):  # of signalling NaNs
+        differ = (a.view(word) != e.view(word)) & ~(np.isnan(a) & np.isnan(e))
     assert not differ.any(), (
         f"{differ.sum()} of {differ.size} differ, first at {np.argwhere(differ)[0]}: "
         f"{a[differ][0]}, expected {e[differ][0]}"
@@ -115,8 +117,21 @@ def assert_attends(out, lse, query, key, value, options):
 
 
 def plain_attention(
-    query, key, value, *, mask=None, causal=False, window=None, scale=None, softcap=None,
-    alibi_slopes=None, sinks=None, key_lengths=None, query_lengths=None, dropout_p=0.0, rng=None,
+    query,
+    key,
+    value,
+    *,
+    mask=None,
+    causal=False,
+    window=None,
+    scale=None,
+    softcap=None,
+    alibi_slopes=None,
+    sinks=None,
+    key_lengths=None,
+    query_lengths=None,
+    dropout_p=0.0,
+    rng=None,
     layout="BHLD",
 ):
     """The textbook's computation with whole arrays, in the arithmetic of the query's dtype.

@@ -1,4 +1,4 @@
-"""What all tests share: hypothesis's settings, the marker `slow`, threads as they were, subprocesses."""
+"""What all tests share: hypothesis's settings, the number of threads, subprocesses."""
 
 import os
 import pathlib
@@ -9,7 +9,7 @@ import pytest
 
 try:
     import hypothesis
-except ImportError:  # the tests that need it are left out
+except ImportError:  # test_minimal.py does without
     hypothesis = None
 else:
     hypothesis.settings.register_profile(
@@ -21,18 +21,6 @@ else:
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
     hypothesis.settings.load_profile("ci")
-
-
-def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: takes more than ten seconds; only run by -m slow")
-    config.addinivalue_line("filterwarnings", "error")
-
-
-def pytest_collection_modifyitems(config, items):
-    if not config.getoption("markexpr"):
-        for item in items:
-            if item.get_closest_marker("slow"):
-                item.add_marker(pytest.mark.skip(reason="slow: run by -m slow"))
 
 
 @pytest.fixture(autouse=True)
@@ -50,9 +38,29 @@ def torch():
 
 
 @pytest.fixture(scope="session")
-def run_python():
-    """run_python(code, *arguments, timeout=60, **environment): a process of its own, the modules of
-    this folder at hand; a variable that is None is unset."""
+def start_python():
+    """start_python(code, *arguments, **environment): a process of its own, the modules of this
+    folder at hand; a variable that is None is unset."""
+
+    def start(code, *arguments, **environment):
+        folder = str(pathlib.Path(__file__).parent)
+        paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment}
+        return subprocess.Popen(
+            [sys.executable, "-c", code, *map(str, arguments)],
+            env={name: text for name, text in environment.items() if text is not None},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def run_python(start_python):
+    """The same, waiting for its end, at most `timeout` seconds: the completed process."""
 
     def run(code, *arguments, timeout=60, **environment):
         process = start_python(code, *arguments, **environment)
@@ -65,17 +73,3 @@ def run_python():
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     return run
-
-
-def start_python(code, *arguments, **environment):
-    folder = str(pathlib.Path(__file__).parent)
-    paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment}
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        env={name: text for name, text in environment.items() if text is not None},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )

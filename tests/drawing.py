@@ -1,7 +1,7 @@
 """Whole calls of `attention`, drawn by hypothesis or by a seed: sizes, dtypes, strides, options.
 
-Everything is a choice from a finite list: `pick(choices)` returns one of them, and the simplest come
-first, for hypothesis shrinks towards them.
+Everything is a choice from a finite list: `pick(choices)` returns one of them, and the simplest
+come first, for hypothesis shrinks towards them.
 """
 
 import importlib.util
@@ -11,13 +11,16 @@ import numpy as np
 from hypothesis import strategies as st
 
 # Odd, prime, and one off the sizes of tiles.
-LENGTHS = [1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129, 191, 192, 193]
+LENGTHS = [
+    1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129, 191, 192, 193,
+]  # fmt: skip
 WIDTHS = [1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 97]
 SHORT = [n for n in LENGTHS if n <= 17]
+MANY = [900, 6143, 6145, 13001]  # keys, where few rows are shared out among threads
 OPTIONS = (
     "mask", "causal", "window", "scale", "softcap", "alibi_slopes", "sinks", "key_lengths",
     "query_lengths", "dropout", "layout",
-)
+)  # fmt: skip
 FLOATS = ["float64", "float32", "float16"]
 if importlib.util.find_spec("ml_dtypes"):
     FLOATS.append("bfloat16")
@@ -46,12 +49,14 @@ def as_dtype(name):
     return np.dtype(name)
 
 
-# --- strides -----------------------------------------------------------------------------------------
+# --- strides --------------------------------------------------------------------------------------
 
 
 def _junk(shape, dtype):
     """What lies between the elements of a view: not to be read."""
-    return np.full(shape, True if dtype == bool else np.nan, dtype)
+    integer = dtype.kind in "iu"
+    junk = True if dtype.kind == "b" else np.iinfo(dtype).max if integer else np.nan
+    return np.full(shape, junk, dtype)
 
 
 def _transposed(x):
@@ -127,7 +132,7 @@ def arrange(x, name):
     return ARRANGEMENTS[name](x) if x.ndim else x
 
 
-# --- options -----------------------------------------------------------------------------------------
+# --- options --------------------------------------------------------------------------------------
 
 
 class Sizes(NamedTuple):
@@ -142,7 +147,7 @@ def mask_shapes(B, H, L, S):
     return [
         (S,), (L, S), (B, 1, 1, S), (B, H, L, S), (1, S), (L, 1), (1,), (), (H, 1, 1), (H, 1, S),
         (H, L, S), (1, 1, 1, S), (1, H, L, S), (B, 1, L, 1), (B, 1, L, S), (B, H, 1, 1),
-    ]
+    ]  # fmt: skip
 
 
 def draw_mask(pick, rng, n, arranged=True):
@@ -177,7 +182,8 @@ def draw_options(pick, rng, n, names, arranged=True):
         elif name == "alibi_slopes":
             drawn["alibi_slopes"] = rng.random(n.H).astype(pick(["float64", "float32"]))
         elif name == "sinks":
-            drawn["sinks"] = (pick([1, 20]) * rng.standard_normal(n.H)).astype(pick(["float64", "float32"]))
+            sinks = pick([1, 20]) * rng.standard_normal(n.H)
+            drawn["sinks"] = sinks.astype(pick(["float64", "float32"]))
         elif name == "key_lengths":
             drawn["key_lengths"] = rng.integers(0, n.S + 1, n.B).astype(pick(["int64", "int32"]))
         elif name == "query_lengths":
@@ -190,19 +196,36 @@ def draw_options(pick, rng, n, names, arranged=True):
     return drawn
 
 
-# --- calls -------------------------------------------------------------------------------------------
+# --- calls ----------------------------------------------------------------------------------------
 
 
-def make_call(pick, *, options=None, dtypes=FLOATS, lengths=LENGTHS, widths=WIDTHS, arranged=True, zeros=False):
-    """One call, with the `options` named, or any of them (None)."""
+def make_call(
+    pick,
+    *,
+    options=None,
+    dtypes=FLOATS,
+    lengths=LENGTHS,
+    widths=WIDTHS,
+    arranged=True,
+    zeros=False,
+    many=(False,),
+):
+    """One call, with the `options` named, or any of them (None).
+
+    `zeros`: a size may be 0. `many`: chosen from whether there are few rows and many keys.
+    """
     rng = np.random.default_rng(pick(range(2**32)))
     dtype = as_dtype(pick(dtypes))
-    B, G, group = pick([1, 2, 3]), pick([1, 2, 3]), pick([1, 2, 3])
+    B, G, group = pick([1, 2, 3]), pick([1, 2, 3]), pick([1, 2, 3, 8])
     L, S, D, E = pick(lengths), pick(lengths), pick(widths), pick(widths)
     kv_batch = pick([B, 1])
+    if pick(many):
+        B = G = kv_batch = 1
+        L, S, D, E = min(L, 33), pick(MANY), pick([16, 33, 64]), pick([16, 9, 64])
     if zeros:
         none = pick(["", "", "B", "G", "L", "S", "E"])
-        B, G, L, S, E = (0 if name == none else n for name, n in zip("BGLSE", (B, G, L, S, E), strict=True))
+        sizes = zip("BGLSE", (B, G, L, S, E), strict=True)
+        B, G, L, S, E = (0 if name == none else n for name, n in sizes)
         kv_batch = min(kv_batch, max(B, 1))
     n = Sizes(B, G * group, L, S)
     names = [name for name in OPTIONS if pick([False, True])] if options is None else options

@@ -29,7 +29,8 @@ LAYERS = [
     {"_plan"},
     {"_execute"},
     {"functional", "varlen"},
-    {"_multihead_backward", "_multihead_call", "cache"},
+    {"_multihead_backward", "_multihead_call", "_cached"},
+    {"cache", "paged"},
     {"multihead", "plotting", "dask_array"},
     {"__init__"},
     {"_bench_cases", "demo"},
@@ -43,7 +44,7 @@ LAYER = {module: number for number, layer in enumerate(LAYERS) for module in lay
 ORACLE = {"reference", "_reference_arguments", "_reference_formulas"}
 
 # Lines. The oracle says everything that the package does once more, and may be longer.
-LIMITS = {".py": 600, ".pyx": 1200, ".pxd": 1200, ".h": 500, "meson.build": 80, "reference.py": 750}
+LIMITS = {".py": 600, ".pyx": 1200, ".pxd": 1200, ".h": 500, "meson.build": 110, "reference.py": 750}
 
 MODULES = sorted(path.stem for path in SOURCES.glob("*.py"))
 PUBLIC = [module for module in MODULES if not module.startswith("_")]

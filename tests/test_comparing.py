@@ -39,8 +39,8 @@ def test_error_is_relative_to_the_largest_value_or_the_floor():
 
 def test_float64_is_close_up_to_1e_12_of_the_largest_value():
     x = np.array([1e-3, 2.0, 100.0])
-    assert_close(x + [0.9e-10, 0, 0], x, np.float64)
-    fails(assert_close, x + [1.1e-10, 0, 0], x, np.float64)
+    assert_close(x + np.array([0.9e-10, 0, 0]), x, np.float64)
+    fails(assert_close, x + np.array([1.1e-10, 0, 0]), x, np.float64)
     third = np.array([1 / 3])
     fails(assert_close, third.astype(np.float32).astype(np.float64), third, np.float64)
 
@@ -121,7 +121,9 @@ def test_negative_zeros_are_found():
 
 
 def test_the_plain_computation_is_the_reference_in_float64():
-    for call in seeded_calls(100, dtypes=["float64"], lengths=[1, 2, 7, 17], widths=[1, 3, 8], zeros=True):
+    for call in seeded_calls(
+        100, dtypes=["float64"], lengths=[1, 2, 7, 17], widths=[1, 3, 8], zeros=True
+    ):
         q, k, v = (native(x) for x in call[:3])
         expected = reference.attention(q, k, v, return_lse=True, **call.options)
         out, lse, _ = plain_attention(*call[:3], **call.options)

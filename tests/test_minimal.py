@@ -64,9 +64,7 @@ def run(code, **environment):
     )
 
 
-needs_processes = pytest.mark.skipif(
-    sys.platform in ("emscripten", "wasi"), reason="no processes here"
-)
+needs_processes = pytest.mark.skipif(sys.platform in ("emscripten", "wasi"), reason="no processes here")
 
 FORCED = """
 import os, sys
@@ -143,9 +141,7 @@ def test_wrong_arguments_are_errors():
 def test_the_class():
     model = fastmha.MultiHeadAttention(32, 4, seed=1)
     x = np.random.default_rng(0).normal(size=(2, 9, 32))
-    q, k, v = (
-        (x @ getattr(model, "W" + name)).reshape(2, 9, 4, 8).swapaxes(1, 2) for name in "qkv"
-    )
+    q, k, v = ((x @ getattr(model, "W" + name)).reshape(2, 9, 4, 8).swapaxes(1, 2) for name in "qkv")
     heads = plain_attention(q, k, v, causal=True)
     expected = heads.swapaxes(1, 2).reshape(2, 9, 32) @ model.Wo
     out = model(x, causal=True)
