@@ -242,7 +242,7 @@ def assert_differentiates(call, seed=1, arrangement="contiguous"):
 
 
 @given(calls(lengths=MODERATE, zeros=True), st.sampled_from(SAME_NUMBERS))
-@settings(max_examples=100)
+@settings(max_examples=60)
 def test_random_combinations_of_options_equal_the_reference(call, arrangement):
     assert_differentiates(moderated(call), arrangement=arrangement)
 
@@ -257,7 +257,7 @@ def test_every_pair_of_options_equals_the_reference(pair):
 
 @pytest.mark.slow
 @given(calls(zeros=True, many=[False] * 19 + [True]), st.sampled_from([1, 2, 3, 8]))
-@settings(max_examples=2000)
+@settings(max_examples=1000)
 def test_any_combination_of_options_equals_the_reference(call, n):
     with fastmha.num_threads(n):
         assert_differentiates(moderated(call))
@@ -481,7 +481,7 @@ def filled(x, layout, places, junk):
     st.sampled_from([math.nan, math.inf, -math.inf]),
     st.booleans(),
 )
-@settings(max_examples=80)
+@settings(max_examples=60)
 def test_what_is_hidden_has_no_gradient_and_holds_anything(call, junk, hide):
     """Rows that see nothing and keys that nobody sees are poisoned."""
     call = moderated(call)

@@ -8,17 +8,13 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from fastmha import functional, reference, weights
+from fastmha import reference, weights
 from fastmha.functional import attention, attention_weights
 from fastmha.multihead import MultiHeadAttention
 from fastmha.rope import Rope, alibi_slopes
 
 DTYPES = ["float64", "float32", "float16", "bfloat16"]
 NAMES = ["Wq", "bq", "Wk", "bk", "Wv", "bv", "Wo", "bo"]
-
-needs_backward = pytest.mark.skipif(
-    not hasattr(functional, "attention_backward"), reason="no attention_backward in this build"
-)
 
 
 def as_dtype(name):
@@ -841,7 +837,6 @@ def test_section_2_backward_needs_a_training_call():
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 
 
-@needs_backward
 @pytest.mark.parametrize(
     ("options", "call"),
     [
@@ -873,7 +868,6 @@ def test_section_2_backward_equals_finite_differences(options, call):
         assert np.abs(grad - numeric).max() <= 1e-7 * scale
 
 
-@needs_backward
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("with_context", [False, True])
 def test_section_2_backward_equals_the_reference(name, with_context):
@@ -906,7 +900,6 @@ def test_section_2_backward_equals_the_reference(name, with_context):
         assert np.abs(ours_.astype(np.float64) - theirs).max() <= eps * scale, n
 
 
-@needs_backward
 def test_section_2_padding_has_no_gradient():
     layer, x = filled(MultiHeadAttention(8, 2)), tokens(2, 3, 8)
     g = tokens(2, 3, 8, 1)
@@ -920,7 +913,6 @@ def test_section_2_padding_has_no_gradient():
     assert all(np.array_equal(a, b) for a, b in zip(grads, layer.grads, strict=True))
 
 
-@needs_backward
 def test_section_2_backward_is_of_the_call_as_it_was():
     layer, x = MultiHeadAttention(8, 2), tokens(2, 3, 8)
     layer(x, training=True)
@@ -930,7 +922,6 @@ def test_section_2_backward_is_of_the_call_as_it_was():
     assert np.array_equal(layer.backward(np.ones_like(x)), expected)
 
 
-@needs_backward
 @pytest.mark.parametrize("causal", [False, True])
 def test_section_2_backward_equals_pytorch(causal):
     torch = pytest.importorskip("torch")
@@ -948,7 +939,6 @@ def test_section_2_backward_equals_pytorch(causal):
         close(grads[name], p.grad.numpy(), 1e-11)
 
 
-@needs_backward
 def test_section_2_gradients_train():
     layer, x = MultiHeadAttention(8, 2), tokens(4, 6, 8)
     target, losses = np.cumsum(x, axis=1) / 3, []

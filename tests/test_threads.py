@@ -214,9 +214,7 @@ def test_eight_workers_at_once_get_the_bits_of_a_serial_run():
 
 
 def test_many_callers_of_large_calls():
-    call = next(
-        seeded_calls(1, options=("causal",), dtypes=["float32"], lengths=[193], widths=[64])
-    )
+    call = next(seeded_calls(1, options=("causal",), dtypes=["float32"], lengths=[193], widths=[64]))
     expected = fastmha.attention(*call[:3], **call.options)
     fastmha.set_num_threads(4)
     with concurrent.futures.ThreadPoolExecutor(8) as workers:
@@ -256,9 +254,7 @@ def test_a_call_from_within_a_call():
     """`trace` is called between the steps, and may call the library itself."""
     x, seen = np.ones((3, 4), np.float32), []
     W = np.eye(4, dtype=np.float32)
-    fastmha.multi_head_attention(
-        x, W, W, W, W, 2, trace=lambda *_: seen.append(fastmha.sdpa(x, x, x))
-    )
+    fastmha.multi_head_attention(x, W, W, W, W, 2, trace=lambda *_: seen.append(fastmha.sdpa(x, x, x)))
     assert len(seen) == 6
 
 
@@ -351,6 +347,30 @@ print("well")
 """
     done = run_python(code, timeout=60)
     assert done.stdout.strip() == "well", done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads as Linux shows them")
+def test_a_forked_child_has_a_team_of_its_own(run_python):
+    code = """
+import os, warnings
+import numpy as np, fastmha
+warnings.simplefilter("ignore")
+def threads():
+    return len(os.listdir("/proc/self/task"))
+x = np.ones((2, 4, 300, 32), np.float32)
+before = threads()
+fastmha.set_num_threads(3)
+fastmha.attention(x, x, x)
+assert threads() == before + 2
+child = os.fork()
+if not child:
+    before = threads()
+    fastmha.attention(x, x, x)
+    os._exit(threads() - before)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    done = run_python(code)
+    assert done.stdout.strip() == "2", done.stderr
 
 
 INTERRUPTED = """
