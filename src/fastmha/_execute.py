@@ -88,7 +88,8 @@ def sink_gradient(problem, grad, out, lse):
         weight = np.exp(sinks - np.logaddexp(sinks, lse))
         seen = ~np.isneginf(lse)
         terms = np.where(seen, weight * delta, 0)
-        return -terms.swapaxes(-2, -1).reshape(-1, len(sinks)).sum(0, np.float64).astype(exact)
+        all_but_heads = (*range(terms.ndim - 2), terms.ndim - 1)
+        return -terms.sum(all_but_heads, np.float64).astype(exact)
 
 
 def _arrays(shape, dtype, swapped):

@@ -17,7 +17,7 @@ from fastmha._call cimport ATOM, BLOCK, BLOCK_PANELS, BOUNDLESS, PANEL, Call
 from fastmha._math cimport exp2_scaled, vexp, vlog
 from fastmha._operand cimport MOST_AXES, Operand, load_lanes, load_row, locate, store_lanes, store_row
 from fastmha._simd cimport (
-    INFINITY, LANES, PANEL_VECTORS, TILE_ROWS, TINY, real, vabs, vec, vfma, vless, vload, vloadu, vmax,
+    INFINITY, LANES, PANEL_VECTORS, REAL_MAX, TILE_ROWS, TINY, real, vabs, vec, vfma, vless, vload, vloadu, vmax,
     vset, vstore,
 )
 from fastmha._stages cimport scale_scores
@@ -251,7 +251,9 @@ cdef inline bint tile_gradients(
     for i in range(low, high):
         for v in range(PANEL_VECTORS):
             place = b.tile + (i * PANEL_VECTORS + v) * LANES
-            x = exp2_scaled(vload(place) - most[v], vset(c.sharpness))
+            # Selected, for the row's log-sum-exp may be NaN.
+            x = vless(vload(place), vset(-REAL_MAX), vset(0),
+                      exp2_scaled(vload(place) - most[v], vset(c.sharpness)))
             vstore(weights + (i * PANEL_VECTORS + v) * LANES, x)
     if c.dropout.threshold:
         for i in range(low * PANEL_VECTORS, high * PANEL_VECTORS):

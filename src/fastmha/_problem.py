@@ -442,7 +442,7 @@ def packed_problem(
         raise ValueError(f"value: expected the key's {k.shape[0]} heads, got {v.shape[0]}")
     queries = check_offsets(cu_seqlens_q, "cu_seqlens_q", q.shape[1])
     if cu_seqlens_k is None:
-        keys = check_offsets(cu_seqlens_q, "cu_seqlens_q", k.shape[1])
+        keys = check_offsets(queries, "cu_seqlens_q", k.shape[1])
     else:
         keys = check_offsets(cu_seqlens_k, "cu_seqlens_k", k.shape[1])
     if keys.shape != queries.shape:
