@@ -12,7 +12,7 @@ from fastmha._simd cimport (
     INFINITY, LANES, bits, real, vec, vfma, vless, vload, vloadu, vmax, vset, vstore, vstoreu,
 )
 from fastmha._stages cimport scale_scores
-from fastmha._storage cimport store_one
+from fastmha._storage cimport from_double, store_one
 
 
 cdef struct Panel:
@@ -203,7 +203,7 @@ cdef inline vec per_head(const double *numbers, const Block *b, const Panel *p, 
     cdef real lane[LANES]
     cdef int r
     for r in range(LANES):
-        lane[r] = <real>numbers[b.head[p.first + min(v * LANES + r, p.count - 1)]]
+        lane[r] = from_double(numbers[b.head[p.first + min(v * LANES + r, p.count - 1)]])
     return vloadu(lane)
 
 

@@ -17,8 +17,8 @@ from fastmha._call cimport ATOM, BLOCK, BLOCK_PANELS, BOUNDLESS, PANEL, Call
 from fastmha._math cimport exp2_scaled, vexp, vlog
 from fastmha._operand cimport MOST_AXES, Operand, load_lanes, load_row, locate, store_lanes, store_row
 from fastmha._simd cimport (
-    INFINITY, LANES, PANEL_VECTORS, REAL_MAX, TILE_ROWS, TINY, real, vabs, vec, vfma, vless, vload, vloadu, vmax,
-    vset, vstore,
+    INFINITY, LANES, PANEL_VECTORS, REAL_MAX, TILE_ROWS, TINY, real, vabs, vec, vfma, vless, vload,
+    vloadu, vmax, vset, vstore,
 )
 from fastmha._stages cimport scale_scores
 from fastmha._storage cimport load_one

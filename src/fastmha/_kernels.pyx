@@ -36,11 +36,11 @@ from fastmha._operand cimport MOST_AXES, Operand, bind, load_lanes, load_row, lo
 from fastmha._project cimport PROJECT_COLUMNS, PROJECT_ROWS, Projection, project_block, project_bytes
 from fastmha._quantise cimport quantise_row
 from fastmha._simd cimport (
-    FUSED, INFINITY, LANES, PANEL_VECTORS, REAL_BYTES, TILE_ROWS, real, vec, vfma, vless, vload, vmax, vset,
-    vstore, vstoreu,
+    FUSED, INFINITY, LANES, PANEL_VECTORS, REAL_BYTES, TILE_ROWS, TINY, real, vec, vfma, vless, vload,
+    vmax, vset, vstore, vstoreu,
 )
 from fastmha._stages cimport finite
-from fastmha._storage cimport BOOL, FLOAT32, INT8, REAL, storage_bytes
+from fastmha._storage cimport from_double, BOOL, FLOAT32, INT8, REAL, storage_bytes
 from fastmha._team cimport (
     Body, Scratch, give_scratch, look_for_signals, parallel_for, take_scratch, thread_limit,
 )
@@ -339,15 +339,17 @@ cdef int open_call(
     c.left = <Py_ssize_t>min(<long long>BOUNDLESS, left)
     c.right = <Py_ssize_t>min(<long long>BOUNDLESS, right)
     c.shift = shift
-    c.softcap = <real>softcap
+    # What only float lacks the range for must not turn into 0, which is off, or into infinity.
+    c.softcap = max(TINY, from_double(softcap)) if softcap > 0 else 0
     c.dropout.threshold = <uint64_t>ceil(dropout_p * 4294967296.0)
     c.dropout.factor = <real>(1 / (1 - dropout_p)) if dropout_p < 1 else 0
     c.dropout.seed_low = <uint32_t>seed
     c.dropout.seed_high = <uint32_t>(seed >> 32)
-    c.raw = scale != 0 and softcap == 0 and slopes is None and (mask is None or c.mask.storage == BOOL)
+    c.raw = from_double(scale) != 0 and softcap == 0 and slopes is None
+    c.raw = c.raw and (mask is None or c.mask.storage == BOOL)
     c.sign = -1 if c.raw and scale < 0 else 1
-    c.scale = <real>(scale * c.sign)
-    c.sharpness = <real>(scale * c.sign * log2e) if c.raw else <real>log2e
+    c.scale = from_double(scale * c.sign)
+    c.sharpness = from_double(scale * c.sign * log2e) if c.raw else <real>log2e
     # Heads that share keys are stacked where the queries of one would leave lanes empty.
     c.stack = gcd(c.k.group, c.v.group) if c.leads and c.queries < PANEL else 1
     return count_blocks(c)

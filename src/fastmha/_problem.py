@@ -297,7 +297,7 @@ def chosen(index, name, n):
                 index = np.atleast_1d(np.asarray(np.clip(index, -n - 1, n)).astype(np.intp))
         picked = np.arange(n)[index]
     except IndexError as error:
-        raise IndexError(f"{name}: expected indices from {-n} to {n - 1}: {error}") from None
+        raise ValueError(f"{name}: expected indices from {-n} to {n - 1}: {error}") from None
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(f"{name}: expected an int, a slice or a sequence of ints: {error}") from None
     if picked.ndim != 1:

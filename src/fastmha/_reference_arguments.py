@@ -94,7 +94,7 @@ def query_key_value(query, key, value):
     """The three in float64, and the dtype that they have."""
     q, k, v = float_array("query", query), float_array("key", key), float_array("value", value)
     given = ", ".join(x.dtype.name for x in (q, k, v))
-    equal = q.dtype == k.dtype == v.dtype
+    equal = q.dtype.name == k.dtype.name == v.dtype.name  # whatever their byte order
     require(equal, "query, key, value", "one dtype (convert with .astype())", given, TypeError)
     return (*(x.astype(np.float64) for x in (q, k, v)), q.dtype)
 

@@ -46,10 +46,12 @@ cdef inline void subtract_distance(
     cdef Py_ssize_t j
     cdef int v
     cdef real *place
+    cdef vec score
     for j in range(low, high):
         for v in range(V):
             place = tile + (j * V + v) * LANES
-            vstore(place, vfma(slope[v], vset(0) - vabs(position[v] - vset(<real>j)), vload(place)))
+            score = vfma(slope[v], vset(0) - vabs(position[v] - vset(<real>j)), vload(place))
+            vstore(place, vless(score, vset(-REAL_MAX), vset(-REAL_MAX), score))  # only -inf hides
 
 
 cdef inline vec biased(vec score, vec bias) noexcept nogil:

@@ -12,6 +12,7 @@ cdef extern from "_storage.h" nogil:
         STORAGES
         REAL                                     # the storage that needs no conversion
     Py_ssize_t storage_bytes(int storage)
+    real from_double(double x)                   # saturates: only an infinity is one
     real load_one(const char *p, int storage)    # a bool becomes 0, or -inf where false
     void store_one(char *p, real x, int storage)
     bint loads_vectors(int storage, Py_ssize_t step)       # whether there is, for elements `step` bytes apart

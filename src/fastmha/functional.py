@@ -375,9 +375,7 @@ def attention_weights(
     Raises
     ------
     TypeError, ValueError
-        As `attention`.
-    IndexError
-        For heads or rows that do not exist.
+        As `attention`; also for heads or rows that do not exist.
 
     Examples
     --------
