@@ -251,7 +251,6 @@ def test_storage_knows_the_dtypes_of_the_kernels():
         "O",
         "S2",
         "M8[s]",
-        "longdouble",
         "f4,f4",
         "(2,)f4",
     ):
