@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -53,9 +54,18 @@ def start_python():
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
 
     return start
+
+
+def end(process):
+    """Ends it with all that it has started: they hold on to its output."""
+    if hasattr(os, "killpg"):
+        os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
 
 
 @pytest.fixture(scope="session")
@@ -67,7 +77,7 @@ def run_python(start_python):
         try:
             out, err = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            process.kill()
+            end(process)
             out, err = process.communicate()
             pytest.fail(f"still running after {timeout} s\n{out}\n{err}")
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
