@@ -37,7 +37,6 @@ def test_any_weights_equal_the_reference(call, data):
     assert_close(weights, expected, dtype, slack=0 if dtype == np.float64 else 3e-5)
     whole = fastmha.attention_weights(*call[:2], **call.options)
     heads, rows = (
-        slice(None) if chosen.get(name) is None else np.array(chosen[name], int)
-        for name in ("heads", "rows")
+        slice(None) if chosen.get(name) is None else np.array(chosen[name], int) for name in ("heads", "rows")
     )
     assert_same_bits(weights, whole[:, heads][:, :, rows])
