@@ -8,7 +8,7 @@ from fastmha._mask cimport load_mask, one_row
 from fastmha._math cimport exp2_scaled
 from fastmha._operand cimport Operand, load_row
 from fastmha._simd cimport (
-    INFINITY, LANES, PANEL_VECTORS, TILE_ROWS, bit_vec, bits, real, vec, vfma, vless, vload, vload_words,
+    INFINITY, LANES, PANEL_VECTORS, TILE_ROWS, bit_vec, bits, inlined, real, vec, vfma, vless, vload, vload_words,
     vloadu, vmax, vset, vstore, vstoreu,
 )
 from fastmha._stages cimport (
@@ -83,7 +83,7 @@ cdef inline Rows fetch(
 
 # --- scores ------------------------------------------------------------------------------------------
 
-cdef inline void stand(
+cdef inline inlined stand(
     const int V, const Block *b, const Panel *p, Py_ssize_t atom, Py_ssize_t offset, Py_ssize_t least,
     Py_ssize_t most, vec *places,
 ) noexcept nogil:
@@ -96,7 +96,7 @@ cdef inline void stand(
         places[v] = vloadu(lane + v * LANES)
 
 
-cdef inline void score_atom(
+cdef inline inlined score_atom(
     const int V, const Call *c, const Panel *p, const Rows *keys, Py_ssize_t low, Py_ssize_t high,
     real *tile, vec *most,
 ) noexcept nogil:
@@ -133,11 +133,27 @@ cdef inline void score_atom(
 
 
 cdef inline bint score_tile(
-    const int V, const Call *c, const Block *b, const Panel *p, Py_ssize_t atom, const Rows *keys,
-    Py_ssize_t *low, Py_ssize_t *high, vec *most,
+    const Call *c, const Block *b, const Panel *p, Py_ssize_t atom, const Rows *keys, Py_ssize_t *low,
+    Py_ssize_t *high, vec *most,
 ) noexcept nogil:
     """The final scores of an atom's keys low to high, and their maxima: all others are hidden from all
     the panel's rows. True if some in between are hidden from some, or may be."""
+    cdef bint partly = False
+    if p.vectors == 1:
+        score_vectors(1, c, b, p, atom, keys, low, high, most, &partly)
+    elif p.vectors == 2:
+        score_vectors(2, c, b, p, atom, keys, low, high, most, &partly)
+    elif PANEL_VECTORS > 2 and p.vectors == 3:
+        score_vectors(3, c, b, p, atom, keys, low, high, most, &partly)
+    elif PANEL_VECTORS > 2:
+        score_vectors(PANEL_VECTORS, c, b, p, atom, keys, low, high, most, &partly)
+    return partly
+
+
+cdef inline inlined score_vectors(
+    const int V, const Call *c, const Block *b, const Panel *p, Py_ssize_t atom, const Rows *keys,
+    Py_ssize_t *low, Py_ssize_t *high, vec *most, bint *partly,
+) noexcept nogil:
     cdef Py_ssize_t lowest = p.lowest - atom, highest = p.highest - atom
     cdef bint masked = False, outside, alike = False
     cdef vec first[4]
@@ -149,7 +165,7 @@ cdef inline bint score_tile(
         alike = one_row(b, p)
         masked = load_mask(&c.mask, b, p, atom, alike, low, high)
     if low[0] >= high[0]:
-        return False
+        return
     outside = highest - c.left > low[0] or lowest + c.right < high[0] - 1
     score_atom(V, c, p, keys, low[0], high[0], b.tile, most)
     if not c.raw:
@@ -174,32 +190,31 @@ cdef inline bint score_tile(
         hide_outside(V, low[0], high[0], b.tile, first, last)
     if masked or outside or not c.raw:
         find_maximum(V, low[0], high[0], b.tile, most)
-    return masked or outside
+    partly[0] = masked or outside
 
 
 # --- weighted sums -----------------------------------------------------------------------------------
 
-cdef inline void sum_values(
-    const int V, const Call *c, const Panel *p, const Rows *values, Py_ssize_t low, Py_ssize_t high,
-    const real *tile, const vec *keep, const vec *add,
+cdef inline inlined sum_values(
+    const int V, Py_ssize_t width, const Rows *values, Py_ssize_t low, Py_ssize_t high, const real *tile,
+    const vec *keep, const vec *add, real *out,
 ) noexcept nogil:
-    """p.out = p.out * keep + (weighted sums of the values) * add."""
+    """out = out * keep + (weighted sums of the values) * add."""
     cdef Py_ssize_t e = 0, left, n = high - low
     cdef const real *columns = values.data + low * values.row
-    cdef real *out = p.out
     tile += low * V * LANES
     if V == 1:
-        while c.e - e >= 2 * TILE_ROWS:
+        while width - e >= 2 * TILE_ROWS:
             value_rows(2 * TILE_ROWS, V, n, columns, values.row, tile, keep, add, out)
             columns += 2 * TILE_ROWS
             out += 2 * TILE_ROWS * V * LANES
             e += 2 * TILE_ROWS
-    while c.e - e >= TILE_ROWS:
+    while width - e >= TILE_ROWS:
         value_rows(TILE_ROWS, V, n, columns, values.row, tile, keep, add, out)
         columns += TILE_ROWS
         out += TILE_ROWS * V * LANES
         e += TILE_ROWS
-    left = c.e - e
+    left = width - e
     if left == 5:
         value_rows(5, V, n, columns, values.row, tile, keep, add, out)
     elif left == 4:
@@ -256,7 +271,7 @@ cdef inline bint all_finite(const Rows *rows, Py_ssize_t n, Py_ssize_t width) no
 
 # --- steps -------------------------------------------------------------------------------------------
 
-cdef inline void drop(
+cdef inline inlined drop(
     const int V, const Call *c, const Block *b, const Panel *p, Py_ssize_t atom, Py_ssize_t low,
     Py_ssize_t high,
 ) noexcept nogil:
@@ -275,7 +290,7 @@ cdef inline void drop(
     drop_weights(V, low, high, b.tile, &c.dropout, atom, positions, heads, b.member)
 
 
-cdef inline void rescale(
+cdef inline inlined rescale(
     const int V, const Call *c, Panel *p, const vec *most, const vec *total, vec *keep, vec *add
 ) noexcept nogil:
     """Takes in a maximum and a sum of weights. `keep` and `add` bring what the panel has, and what
@@ -292,7 +307,7 @@ cdef inline void rescale(
         vstore(p.total + v * LANES, vfma(total[v], add[v], vload(p.total + v * LANES) * keep[v]))
 
 
-cdef inline void advance(
+cdef inline inlined advance(
     const int V, const Call *c, const Block *b, Panel *p, Py_ssize_t atom, const Rows *keys,
     const Rows *values, int *values_finite,
 ) noexcept nogil:
@@ -303,7 +318,7 @@ cdef inline void advance(
     cdef vec total[4]
     cdef vec keep[4]
     cdef vec add[4]
-    if score_tile(V, c, b, p, atom, keys, &low, &high, most):
+    if score_tile(c, b, p, atom, keys, &low, &high, most):
         if values_finite[0] < 0:
             values_finite[0] = all_finite(values, min(<Py_ssize_t>ATOM, b.keys - atom), c.e)
         careful = not values_finite[0]
@@ -318,7 +333,7 @@ cdef inline void advance(
     if careful:
         sum_seen_values(V, c, p, values, low, high, b.tile, b.bias, keep, add)
     else:
-        sum_values(V, c, p, values, low, high, b.tile, keep, add)
+        sum_values(V, c.e, values, low, high, b.tile, keep, add, p.out)
 
 
 cdef inline void merge(const Call *c, Panel *p, const Panel *part) noexcept nogil:
@@ -340,7 +355,7 @@ cdef inline void merge(const Call *c, Panel *p, const Panel *part) noexcept nogi
 
 
 cdef inline void write_weights(
-    const int V, const Call *c, const Block *b, const Panel *p, Py_ssize_t atom, const Rows *keys,
+    const Call *c, const Block *b, const Panel *p, Py_ssize_t atom, const Rows *keys
 ) noexcept nogil:
     """The atom's probabilities, once the panel has been through all atoms."""
     cdef Py_ssize_t low, high, j
@@ -349,44 +364,34 @@ cdef inline void write_weights(
     cdef vec base, part
     cdef real *place
     cdef int v, r, count
-    score_tile(V, c, b, p, atom, keys, &low, &high, most)
+    score_tile(c, b, p, atom, keys, &low, &high, most)
     if low >= high:
         return
-    for v in range(V):
+    for v in range(p.vectors):
         base = finite(vload(p.most + v * LANES))
         part = share(c, b, p, v)
         for j in range(low, high):
-            place = b.tile + (j * V + v) * LANES
+            place = b.tile + (j * p.vectors + v) * LANES
             vstore(place, exp2_scaled(vload(place) - base, vset(c.sharpness)) * part)
         count = min(LANES, p.count - v * LANES)
         for r in range(count):
             rows[r] = b.weights[p.first + v * LANES + r] + (atom + low) * c.weights.col
         store_lanes(rows, count, c.weights.storage, c.weights.col, high - low,
-                    b.tile + (low * V + v) * LANES, V * LANES)
+                    b.tile + (low * p.vectors + v) * LANES, p.vectors * LANES)
 
 
 cdef inline void step(
     const Call *c, const Block *b, Panel *p, Py_ssize_t atom, const Rows *keys, const Rows *values,
     int *values_finite,
 ) noexcept nogil:
-    """`advance`, or where there are no values `write_weights`, with V a constant, as it must be."""
-    if p.vectors == 1:
-        if values != NULL:
-            advance(1, c, b, p, atom, keys, values, values_finite)
-        else:
-            write_weights(1, c, b, p, atom, keys)
+    """`advance` with V a constant, as it must be; or where there are no values `write_weights`."""
+    if values == NULL:
+        write_weights(c, b, p, atom, keys)
+    elif p.vectors == 1:
+        advance(1, c, b, p, atom, keys, values, values_finite)
     elif p.vectors == 2:
-        if values != NULL:
-            advance(2, c, b, p, atom, keys, values, values_finite)
-        else:
-            write_weights(2, c, b, p, atom, keys)
+        advance(2, c, b, p, atom, keys, values, values_finite)
     elif PANEL_VECTORS > 2 and p.vectors == 3:
-        if values != NULL:
-            advance(3, c, b, p, atom, keys, values, values_finite)
-        else:
-            write_weights(3, c, b, p, atom, keys)
+        advance(3, c, b, p, atom, keys, values, values_finite)
     elif PANEL_VECTORS > 2:
-        if values != NULL:
-            advance(PANEL_VECTORS, c, b, p, atom, keys, values, values_finite)
-        else:
-            write_weights(PANEL_VECTORS, c, b, p, atom, keys)
+        advance(PANEL_VECTORS, c, b, p, atom, keys, values, values_finite)

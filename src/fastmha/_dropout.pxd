@@ -6,7 +6,9 @@ decide over four neighbouring keys. Queries lie across lanes here too.
 """
 from libc.stdint cimport uint32_t, uint64_t
 
-from fastmha._simd cimport LANES, bit_vec, bits, real, vec, vkeep, vload, vset, vstore, vword, vword_product
+from fastmha._simd cimport (
+    LANES, bit_vec, bits, inlined, real, vec, vkeep, vload, vset, vstore, vword, vword_product,
+)
 
 
 cdef struct Dropout:
@@ -30,7 +32,7 @@ cdef inline void philox(bit_vec *x, uint32_t key_low, uint32_t key_high) noexcep
         key_high += <uint32_t>0xBB67AE85
 
 
-cdef inline void drop_weights(
+cdef inline inlined drop_weights(
     const int V, Py_ssize_t low, Py_ssize_t high, real *tile, const Dropout *d, Py_ssize_t atom,
     const bit_vec *positions, const bit_vec *heads, Py_ssize_t member,
 ) noexcept nogil:

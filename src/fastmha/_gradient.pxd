@@ -11,7 +11,7 @@ Heads that share keys go one after the other; each sum has one fixed order.
 """
 from libc.string cimport memset
 
-from fastmha._atom cimport Rows, all_finite, drop, ready, score_tile
+from fastmha._atom cimport Rows, all_finite, drop, ready, score_tile, sum_values
 from fastmha._block cimport Block, Panel, entry, find_rows, per_head, rounded_up
 from fastmha._call cimport ATOM, BLOCK, BLOCK_PANELS, BOUNDLESS, PANEL, Call
 from fastmha._math cimport exp2_scaled, vexp, vlog
@@ -23,7 +23,7 @@ from fastmha._simd cimport (
 from fastmha._stages cimport scale_scores
 from fastmha._storage cimport load_one
 from fastmha._team cimport look_for_signals
-from fastmha._tile cimport gradient_rows, outer_rows, value_rows
+from fastmha._tile cimport gradient_rows, outer_rows
 
 
 cdef struct Gradient:
@@ -241,7 +241,7 @@ cdef inline bint tile_gradients(
     cdef real *place
     cdef const real *kept = NULL
     cdef int v
-    if score_tile(PANEL_VECTORS, c, b, p, atom, keys, &low, &high, most):
+    if score_tile(c, b, p, atom, keys, &low, &high, most):
         partly[0] = True
     if low >= high:
         return False
@@ -346,7 +346,7 @@ cdef inline void add_keys(
     lie among those not seen if `careful`."""
     cdef vec one[PANEL_VECTORS]
     cdef vec sum, score
-    cdef Py_ssize_t i = 0, j
+    cdef Py_ssize_t i, j
     cdef int v
     for v in range(PANEL_VECTORS):
         one[v] = vset(1)
@@ -360,14 +360,7 @@ cdef inline void add_keys(
                                 vfma(vset(keys.data[j * keys.row + i]), score, sum))
                 vstore(sums + i * PANEL + v * LANES, sum)
         return
-    while i < d:
-        if d - i >= TILE_ROWS:
-            value_rows(TILE_ROWS, PANEL_VECTORS, n, keys.data + i, keys.row, scores, one, one,
-                       sums + i * PANEL)
-            i += TILE_ROWS
-        else:
-            value_rows(1, PANEL_VECTORS, n, keys.data + i, keys.row, scores, one, one, sums + i * PANEL)
-            i += 1
+    sum_values(PANEL_VECTORS, d, keys, 0, n, scores, one, one, sums)
 
 
 cdef inline void go_back(

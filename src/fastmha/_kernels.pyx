@@ -33,7 +33,9 @@ from fastmha._call cimport ATOM, BLOCK, BOUNDLESS, PANEL, Call
 from fastmha._gradient cimport Gradient, gradient_piece, head_bytes, mask_gradient_piece, mask_gradient_pieces
 from fastmha._math cimport vexp
 from fastmha._operand cimport MOST_AXES, Operand, bind, load_lanes, load_row, locate, store_lanes, store_row
-from fastmha._project cimport PROJECT_COLUMNS, PROJECT_ROWS, Projection, project_block, project_bytes
+from fastmha._project cimport (
+    PACKED_STEPS, Projection, blocks, pack_steps, packed_bytes, plan_projection, project_block,
+)
 from fastmha._quantise cimport quantise_row
 from fastmha._simd cimport (
     FUSED, INFINITY, LANES, PANEL_VECTORS, REAL_BYTES, TILE_ROWS, TINY, real, vec, vfma, vless, vload,
@@ -683,11 +685,28 @@ def store(x, int x_storage, out, int out_storage, scales=None, first=None, slots
 
 # --- projections -------------------------------------------------------------------------------------
 
+cdef void pack_piece(void *arg, Py_ssize_t piece, int slot) noexcept nogil:
+    cdef const Projection *p = <const Projection *>arg
+    pack_steps(p, piece, <real *>(p.scratch + slot * p.slot_bytes))
+
+
 cdef void project_piece(void *arg, Py_ssize_t piece, int slot) noexcept nogil:
     cdef const Projection *p = <const Projection *>arg
-    cdef Py_ssize_t number, total = p.members * p.row_blocks * p.column_blocks
-    for number in range(piece * p.grain, min((piece + 1) * p.grain, total)):
+    cdef Py_ssize_t number
+    for number in range(piece * p.grain, min((piece + 1) * p.grain, blocks(p))):
         project_block(p, number, <real *>(p.scratch + slot * p.slot_bytes))
+
+
+cdef int project_all(Projection *p, int threads) except -1 nogil:
+    """As many columns at a time as are copied at a time."""
+    cdef Py_ssize_t group = p.stop
+    while p.first < p.columns:
+        if p.panels != NULL:
+            parallel_for(pack_piece, p, (p.steps + PACKED_STEPS - 1) // PACKED_STEPS, threads)
+        parallel_for(project_piece, p, (blocks(p) + p.grain - 1) // p.grain, threads)
+        p.first = p.stop
+        p.stop = min(p.columns, p.stop + group)
+    return 0
 
 
 def project(x, w, bias, out, int w_storage, int out_storage):
@@ -698,8 +717,7 @@ def project(x, w, bias, out, int w_storage, int out_storage):
     """
     cdef Py_buffer views[4]
     cdef Projection p
-    cdef Py_ssize_t heads, pieces
-    cdef double cost
+    cdef Py_ssize_t heads
     cdef int axis, threads
     cdef Scratch scratch
     memset(views, 0, sizeof(views))
@@ -736,20 +754,17 @@ def project(x, w, bias, out, int w_storage, int out_storage):
             if p.rows == 1:
                 p.x.row, p.out.row = p.x.lead[0], p.out.lead[0]
             p.rows, p.members = p.rows * p.members, 1
-        p.row_blocks = (p.rows + PROJECT_ROWS - 1) // PROJECT_ROWS
-        p.column_blocks = (p.columns + PROJECT_COLUMNS - 1) // PROJECT_COLUMNS
-        cost = <double>min(p.rows, <Py_ssize_t>PROJECT_ROWS) * PROJECT_COLUMNS * (p.steps + 8)
-        p.grain = <Py_ssize_t>max(1.0, min(1e6, 1e6 / cost))
-        pieces = (p.members * p.row_blocks * p.column_blocks + p.grain - 1) // p.grain
-        threads = <int>min(<Py_ssize_t>thread_limit(), pieces)
-        p.slot_bytes = project_bytes()
-        scratch = take_scratch(p.slot_bytes * threads)
+        plan_projection(&p, thread_limit())
+        threads = <int>min(<Py_ssize_t>thread_limit(), (blocks(&p) + p.grain - 1) // p.grain)
+        scratch = take_scratch(p.slot_bytes * threads + packed_bytes(&p))
         if scratch.start == NULL:
             raise MemoryError("no memory for the kernel's scratch")
         p.scratch = <char *>scratch.start
+        if packed_bytes(&p):
+            p.panels = <real *>(p.scratch + threads * p.slot_bytes)
         try:
             with nogil:
-                parallel_for(project_piece, &p, pieces, threads)
+                project_all(&p, threads)
         finally:
             give_scratch(scratch)
     finally:

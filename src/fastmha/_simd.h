@@ -35,6 +35,14 @@ typedef uint32_t bits;
 enum { MANTISSA = 23, EXPONENT_BIAS = 127 };
 #endif
 
+/* What a function returns that has to be inlined, that is, compiled anew for the constants it is called with. Left
+ * to itself, gcc makes one function with loops for the rarer of them, and the accumulators lie in memory. */
+#ifdef __GNUC__
+#define INLINED __attribute__((always_inline)) void
+#else
+#define INLINED void
+#endif
+
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #define VECTOR_BYTES 64

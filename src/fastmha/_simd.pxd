@@ -6,6 +6,7 @@ cdef extern from "_simd.h" nogil:
     ctypedef float vec
     ctypedef unsigned int bits
     ctypedef unsigned int bit_vec                # LANES of words, in lanes as wide as a real
+    ctypedef void inlined "INLINED"              # returned by what must be
     enum:
         LANES
         PANEL_VECTORS

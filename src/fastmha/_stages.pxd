@@ -7,11 +7,11 @@ with minus infinity, so that what a hidden key holds does not matter.
 """
 from fastmha._math cimport exp2_scaled, vtanh
 from fastmha._simd cimport (
-    INFINITY, LANES, REAL_MAX, real, vabs, vec, vfma, vless, vload, vmax, vset, vstore,
+    INFINITY, LANES, REAL_MAX, inlined, real, vabs, vec, vfma, vless, vload, vmax, vset, vstore,
 )
 
 
-cdef inline void scale_scores(
+cdef inline inlined scale_scores(
     const int V, Py_ssize_t low, Py_ssize_t high, real *tile, real scale
 ) noexcept nogil:
     cdef Py_ssize_t i
@@ -19,7 +19,7 @@ cdef inline void scale_scores(
         vstore(tile + i * LANES, vload(tile + i * LANES) * vset(scale))
 
 
-cdef inline void cap_scores(
+cdef inline inlined cap_scores(
     const int V, Py_ssize_t low, Py_ssize_t high, real *tile, real cap
 ) noexcept nogil:
     """cap * tanh(score / cap)."""
@@ -28,7 +28,7 @@ cdef inline void cap_scores(
         vstore(tile + i * LANES, vtanh(vload(tile + i * LANES) / vset(cap)) * vset(cap))
 
 
-cdef inline void slope_of_cap(
+cdef inline inlined slope_of_cap(
     const int V, Py_ssize_t low, Py_ssize_t high, const real *tile, real cap, real *slope
 ) noexcept nogil:
     """The derivative of `cap_scores`, 1 - tanh**2, from what it returned."""
@@ -39,7 +39,7 @@ cdef inline void slope_of_cap(
         vstore(slope + i * LANES, vset(1) - t * t)
 
 
-cdef inline void subtract_distance(
+cdef inline inlined subtract_distance(
     const int V, Py_ssize_t low, Py_ssize_t high, real *tile, const vec *slope, const vec *position
 ) noexcept nogil:
     """ALiBi: slope * |position - key|, positions counted from the atom's start."""
@@ -64,7 +64,7 @@ cdef inline vec biased(vec score, vec bias) noexcept nogil:
     return vless(bias, vset(-REAL_MAX), vset(-INFINITY), total)
 
 
-cdef inline void add_bias(
+cdef inline inlined add_bias(
     const int V, Py_ssize_t low, Py_ssize_t high, real *tile, const real *bias, bint one_row
 ) noexcept nogil:
     """Adds bias[key][query], or bias[key] if it has but `one_row` for all queries."""
@@ -79,7 +79,7 @@ cdef inline void add_bias(
             vstore(place, biased(vload(place), b))
 
 
-cdef inline void hide_masked(
+cdef inline inlined hide_masked(
     const int V, Py_ssize_t low, Py_ssize_t high, real *tile, const real *bias, bint one_row
 ) noexcept nogil:
     """Hides where bias, laid out as in `add_bias`, is minus infinity."""
@@ -94,7 +94,7 @@ cdef inline void hide_masked(
             vstore(place, vless(b, vset(-REAL_MAX), vset(-INFINITY), vload(place)))
 
 
-cdef inline void hide_outside(
+cdef inline inlined hide_outside(
     const int V, Py_ssize_t low, Py_ssize_t high, real *tile, const vec *first, const vec *last
 ) noexcept nogil:
     """Hides the keys before `first` and after `last` of each query, counted from the atom's start."""
@@ -110,7 +110,7 @@ cdef inline void hide_outside(
                                 vless(key, first[v], vset(-INFINITY), vload(place))))
 
 
-cdef inline void find_maximum(
+cdef inline inlined find_maximum(
     const int V, Py_ssize_t low, Py_ssize_t high, const real *tile, vec *most
 ) noexcept nogil:
     cdef Py_ssize_t j
@@ -127,7 +127,7 @@ cdef inline vec finite(vec most) noexcept nogil:
     return vless(most, vset(-REAL_MAX), vset(0), most)
 
 
-cdef inline void weigh(
+cdef inline inlined weigh(
     const int V, Py_ssize_t low, Py_ssize_t high, real *tile, const vec *most, real sharpness,
     vec *total,
 ) noexcept nogil:
@@ -146,7 +146,7 @@ cdef inline void weigh(
             total[v] = total[v] + weight
 
 
-cdef inline void mark_hidden(
+cdef inline inlined mark_hidden(
     const int V, Py_ssize_t low, Py_ssize_t high, const real *scores, real *marks
 ) noexcept nogil:
     """marks = 1 where a key is seen, 0 where it is hidden."""

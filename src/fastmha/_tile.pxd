@@ -6,12 +6,12 @@ place and broadcast, with vectors of a packed panel:
     scores[key][query] = sum over d   of K[key][d]   * Qt[d][query]        rows are keys
     sums[e][query]     = sum over key of V[key][e]   * P[key][query]       rows are value dimensions
 
-R and V are constants wherever these are called, so that the compiler makes one function for each and
-keeps all accumulators in registers. Per step: V loads, R broadcasts, R * V multiply-adds. The sums run
+R and V are constants wherever these are called, and all is `inlined`, so that there is code for each of them
+and all accumulators stay in registers. Per step: V loads, R broadcasts, R * V multiply-adds. The sums run
 over d, and over keys, in order: nothing here depends on R and V but speed.
 """
 from fastmha._simd cimport (
-    LANES, PANEL_VECTORS, TINY, real, vabs, vec, vfma, vless, vload, vmax, vset, vstore,
+    LANES, PANEL_VECTORS, TINY, inlined, real, vabs, vec, vfma, vless, vload, vmax, vset, vstore,
 )
 
 cdef enum:
@@ -19,17 +19,15 @@ cdef enum:
     MOST_VECTORS = 4
 
 
-cdef inline void accumulate(
+cdef inline inlined accumulate(
     const int R, const int V, Py_ssize_t steps, const real *scalars, Py_ssize_t row, Py_ssize_t step,
     const real *panel, vec *sums,
 ) noexcept nogil:
-    """sums[r * V + v] = sum over n < steps of scalars[r * row + n * step] * panel[n][v], from zero."""
+    """sums[r * V + v] += sum over n < steps of scalars[r * row + n * step] * panel[n][v]."""
     cdef vec x[MOST_VECTORS]
     cdef vec scalar
     cdef Py_ssize_t _n
     cdef int r, v
-    for r in range(R * V):
-        sums[r] = vset(0)
     for _n in range(steps):
         for v in range(V):
             x[v] = vload(panel + v * LANES)
@@ -41,13 +39,20 @@ cdef inline void accumulate(
         scalars += step
 
 
-cdef inline void score_rows(
+cdef inline inlined clear(const int n, vec *sums) noexcept nogil:
+    cdef int i
+    for i in range(n):
+        sums[i] = vset(0)
+
+
+cdef inline inlined score_rows(
     const int R, const int V, Py_ssize_t d, const real *keys, Py_ssize_t row, const real *queries,
     real *scores, vec *most,
 ) noexcept nogil:
     """Scores of R keys, and the running maxima while they are still in registers."""
     cdef vec sums[MOST_ACCUMULATORS]
     cdef int r, v
+    clear(R * V, sums)
     accumulate(R, V, d, keys, row, 1, queries, sums)
     for r in range(R):
         for v in range(V):
@@ -55,7 +60,7 @@ cdef inline void score_rows(
             most[v] = vmax(most[v], sums[r * V + v])
 
 
-cdef inline void value_rows(
+cdef inline inlined value_rows(
     const int R, const int V, Py_ssize_t keys, const real *values, Py_ssize_t row,
     const real *weights, const vec *keep, const vec *add, real *out,
 ) noexcept nogil:
@@ -63,6 +68,7 @@ cdef inline void value_rows(
     cdef vec sums[MOST_ACCUMULATORS]
     cdef real *place
     cdef int r, v
+    clear(R * V, sums)
     accumulate(R, V, keys, values, 1, row, weights, sums)
     for r in range(R):
         for v in range(V):
@@ -70,7 +76,23 @@ cdef inline void value_rows(
             vstore(place, vfma(sums[r * V + v], add[v], vload(place) * keep[v]))
 
 
-cdef inline void gradient_rows(
+cdef inline inlined project_rows(
+    const int R, const int V, Py_ssize_t steps, const real *x, Py_ssize_t row, const real *panel, real *out,
+    Py_ssize_t pitch,
+) noexcept nogil:
+    """out[r] += sum over the steps of x[r][step] * panel[step], for R rows of x."""
+    cdef vec sums[MOST_ACCUMULATORS]
+    cdef int r, v
+    for r in range(R):
+        for v in range(V):
+            sums[r * V + v] = vload(out + r * pitch + v * LANES)
+    accumulate(R, V, steps, x, row, 1, panel, sums)
+    for r in range(R):
+        for v in range(V):
+            vstore(out + r * pitch + v * LANES, sums[r * V + v])
+
+
+cdef inline inlined gradient_rows(
     const int R, const int V, Py_ssize_t e, const real *values, Py_ssize_t row, const real *grad,
     const real *weights, const real *kept, const vec *delta, real *out,
 ) noexcept nogil:
@@ -81,6 +103,7 @@ cdef inline void gradient_rows(
     cdef vec sums[MOST_ACCUMULATORS]
     cdef vec weight
     cdef int r, v, i
+    clear(R * V, sums)
     accumulate(R, V, e, values, row, 1, grad, sums)
     for r in range(R):
         for v in range(V):
@@ -92,7 +115,7 @@ cdef inline void gradient_rows(
             vstore(out + i * LANES, vless(vabs(weight), vset(TINY), vset(0), weight * (sums[i] - delta[v])))
 
 
-cdef inline void outer_rows(
+cdef inline inlined outer_rows(
     const int R, const int V, int panels, const real *tile, Py_ssize_t tile_size, const real *rows,
     Py_ssize_t pitch, real *sums, Py_ssize_t sums_pitch,
 ) noexcept nogil:
