@@ -4,81 +4,21 @@ from libc.stdint cimport uint32_t
 from fastmha._block cimport Block, Panel, per_head, share
 from fastmha._call cimport ATOM, BOUNDLESS, PANEL, Call
 from fastmha._dropout cimport drop_weights
+from fastmha._few cimport score_few, sum_few
 from fastmha._mask cimport load_mask, one_row
 from fastmha._math cimport exp2_scaled
-from fastmha._operand cimport Operand, load_row
+from fastmha._operand cimport store_lanes
+from fastmha._rows cimport Rows, all_finite, copy_rows
 from fastmha._simd cimport (
-    INFINITY, LANES, PANEL_VECTORS, TILE_ROWS, bit_vec, bits, inlined, real, vec, vfma, vless, vload, vload_words,
-    vloadu, vmax, vset, vstore, vstoreu,
+    INFINITY, LANES, PANEL_VECTORS, TILE_ROWS, bit_vec, bits, inlined, real, vec, vfma, vless, vload,
+    vload_words, vloadu, vmax, vset, vstore,
 )
 from fastmha._stages cimport (
     add_bias, cap_scores, finite, find_maximum, hide_masked, hide_outside, mark_hidden, scale_scores,
     slope_of_cap, subtract_distance, weigh,
 )
-from fastmha._operand cimport store_lanes
-from fastmha._storage cimport BOOL, REAL, load_one
+from fastmha._storage cimport BOOL
 from fastmha._tile cimport score_rows, value_rows
-
-
-cdef struct Rows:
-    # An atom's keys or values, ready to be read as scalars.
-    const real *data
-    Py_ssize_t row                      # in reals
-
-
-cdef inline Rows ready(
-    const Operand *o, const char *data, Py_ssize_t first, Py_ssize_t n, Py_ssize_t width, real *copy
-) noexcept nogil:
-    """n rows from `first` on: read in place where they are reals side by side, else copied."""
-    cdef Rows rows
-    if o.storage == REAL and (o.col == sizeof(real) or width == 1) and o.row % <Py_ssize_t>sizeof(real) == 0:
-        rows.data = <const real *>(data + first * o.row)
-        rows.row = o.row // <Py_ssize_t>sizeof(real)
-        return rows
-    copy_rows(o, data, NULL, NULL, first, n, width, copy)
-    rows.data = copy
-    rows.row = width
-    return rows
-
-
-cdef inline void copy_rows(
-    const Operand *o, const char *data, const Operand *scales, const char *factors, Py_ssize_t first,
-    Py_ssize_t n, Py_ssize_t width, real *copy,
-) noexcept nogil:
-    """n rows from `first` on as reals, times their factors where there are any."""
-    cdef Py_ssize_t j
-    cdef real factor = 1
-    for j in range(first, first + n):
-        if factors != NULL:
-            factor = load_one(factors + j * scales.row, scales.storage)
-        load_row(data + j * o.row, o.storage, o.col, width, copy, factor)
-        copy += width
-
-
-cdef inline Rows fetch(
-    const Call *c, const Block *b, const Operand *o, const char *data, const Operand *scales,
-    const char *factors, Py_ssize_t atom, Py_ssize_t n, Py_ssize_t width, real *copy,
-) noexcept nogil:
-    """An atom's n keys or values, wherever they lie. A ring has them side by side; so has a page at
-    times, and else rows are gathered."""
-    cdef Rows rows
-    cdef Py_ssize_t first = atom % c.ring if c.ring else atom, done = 0, run, page
-    if c.page == 0 and factors == NULL:
-        return ready(o, data, first, n, width, copy)
-    if c.page and first % c.page + n <= c.page and factors == NULL:
-        return ready(o, data + b.table[first // c.page] * o.page, first % c.page, n, width, copy)
-    while done < n:
-        run, page = n - done, 0
-        if c.page:
-            page = b.table[(atom + done) // c.page]
-            first = (atom + done) % c.page
-            run = min(run, c.page - first)
-        copy_rows(o, data + page * o.page, scales, factors + page * scales.page if factors != NULL else NULL,
-                  first, run, width, copy + done * width)
-        done += run
-    rows.data = copy
-    rows.row = width
-    return rows
 
 
 # --- scores ------------------------------------------------------------------------------------------
@@ -133,26 +73,27 @@ cdef inline inlined score_atom(
 
 
 cdef inline bint score_tile(
-    const Call *c, const Block *b, const Panel *p, Py_ssize_t atom, const Rows *keys, Py_ssize_t *low,
-    Py_ssize_t *high, vec *most,
+    const Call *c, const Block *b, const Panel *p, Py_ssize_t atom, const Rows *keys, const Rows *values,
+    Py_ssize_t *low, Py_ssize_t *high, vec *most,
 ) noexcept nogil:
     """The final scores of an atom's keys low to high, and their maxima: all others are hidden from all
-    the panel's rows. True if some in between are hidden from some, or may be."""
+    the panel's rows. True if some in between are hidden from some, or may be. `values`, if not NULL, are
+    wanted next."""
     cdef bint partly = False
     if p.vectors == 1:
-        score_vectors(1, c, b, p, atom, keys, low, high, most, &partly)
+        score_vectors(1, c, b, p, atom, keys, values, low, high, most, &partly)
     elif p.vectors == 2:
-        score_vectors(2, c, b, p, atom, keys, low, high, most, &partly)
+        score_vectors(2, c, b, p, atom, keys, values, low, high, most, &partly)
     elif PANEL_VECTORS > 2 and p.vectors == 3:
-        score_vectors(3, c, b, p, atom, keys, low, high, most, &partly)
+        score_vectors(3, c, b, p, atom, keys, values, low, high, most, &partly)
     elif PANEL_VECTORS > 2:
-        score_vectors(PANEL_VECTORS, c, b, p, atom, keys, low, high, most, &partly)
+        score_vectors(PANEL_VECTORS, c, b, p, atom, keys, values, low, high, most, &partly)
     return partly
 
 
 cdef inline inlined score_vectors(
     const int V, const Call *c, const Block *b, const Panel *p, Py_ssize_t atom, const Rows *keys,
-    Py_ssize_t *low, Py_ssize_t *high, vec *most, bint *partly,
+    const Rows *values, Py_ssize_t *low, Py_ssize_t *high, vec *most, bint *partly,
 ) noexcept nogil:
     cdef Py_ssize_t lowest = p.lowest - atom, highest = p.highest - atom
     cdef bint masked = False, outside, alike = False
@@ -167,7 +108,10 @@ cdef inline inlined score_vectors(
     if low[0] >= high[0]:
         return
     outside = highest - c.left > low[0] or lowest + c.right < high[0] - 1
-    score_atom(V, c, p, keys, low[0], high[0], b.tile, most)
+    if V == 1 and b.few:
+        score_few(p, c.d, keys, values, low[0], high[0], b.tile, most)
+    else:
+        score_atom(V, c, p, keys, low[0], high[0], b.tile, most)
     if not c.raw:
         scale_scores(V, low[0], high[0], b.tile, c.scale)
         if c.softcap > 0:
@@ -249,26 +193,6 @@ cdef inline void sum_seen_values(
             vstore(place, vfma(sum, add[v], vload(place) * keep[v]))
 
 
-cdef inline bint all_finite(const Rows *rows, Py_ssize_t n, Py_ssize_t width) noexcept nogil:
-    cdef vec sum = vset(0)
-    cdef real lane[LANES]
-    cdef real rest = 0
-    cdef Py_ssize_t j, e
-    cdef int r
-    for j in range(n):
-        e = 0
-        while e + LANES <= width:
-            sum = vfma(vloadu(rows.data + j * rows.row + e), vset(0), sum)
-            e += LANES
-        while e < width:
-            rest += rows.data[j * rows.row + e] * 0
-            e += 1
-    vstoreu(lane, sum)
-    for r in range(LANES):
-        rest += lane[r]
-    return rest == 0
-
-
 # --- steps -------------------------------------------------------------------------------------------
 
 cdef inline inlined drop(
@@ -308,17 +232,19 @@ cdef inline inlined rescale(
 
 
 cdef inline inlined advance(
-    const int V, const Call *c, const Block *b, Panel *p, Py_ssize_t atom, const Rows *keys,
-    const Rows *values, int *values_finite,
+    const int V, const Call *c, const Block *b, Panel *p, Py_ssize_t atom, const Rows *keys, Rows *values,
+    int *values_finite,
 ) noexcept nogil:
     """Takes the panel one atom of keys further."""
-    cdef Py_ssize_t low, high
+    cdef Py_ssize_t low, high, ahead
     cdef bint careful = False
     cdef vec most[4]
     cdef vec total[4]
     cdef vec keep[4]
     cdef vec add[4]
-    if score_tile(c, b, p, atom, keys, &low, &high, most):
+    if score_tile(c, b, p, atom, keys, values, &low, &high, most):
+        if values.data == NULL:
+            copy_rows(values, &c.v, min(<Py_ssize_t>ATOM, b.keys - atom), c.e, b.value_copy)
         if values_finite[0] < 0:
             values_finite[0] = all_finite(values, min(<Py_ssize_t>ATOM, b.keys - atom), c.e)
         careful = not values_finite[0]
@@ -332,6 +258,9 @@ cdef inline inlined advance(
     rescale(V, c, p, most, total, keep, add)
     if careful:
         sum_seen_values(V, c, p, values, low, high, b.tile, b.bias, keep, add)
+    elif V == 1 and b.few:
+        ahead = keys.at[low] + ATOM * c.k.row - values.at[low]
+        sum_few(p, c.e, values, low, high, ahead, b.tile, keep[0], add[0])
     else:
         sum_values(V, c.e, values, low, high, b.tile, keep, add, p.out)
 
@@ -364,7 +293,7 @@ cdef inline void write_weights(
     cdef vec base, part
     cdef real *place
     cdef int v, r, count
-    score_tile(c, b, p, atom, keys, &low, &high, most)
+    score_tile(c, b, p, atom, keys, NULL, &low, &high, most)
     if low >= high:
         return
     for v in range(p.vectors):
@@ -381,7 +310,7 @@ cdef inline void write_weights(
 
 
 cdef inline void step(
-    const Call *c, const Block *b, Panel *p, Py_ssize_t atom, const Rows *keys, const Rows *values,
+    const Call *c, const Block *b, Panel *p, Py_ssize_t atom, const Rows *keys, Rows *values,
     int *values_finite,
 ) noexcept nogil:
     """`advance` with V a constant, as it must be; or where there are no values `write_weights`."""

@@ -29,6 +29,7 @@ cdef struct Panel:
 
 cdef struct Block:
     int rows
+    bint few                            # so few rows that keys lie across lanes instead
     const char *q[BLOCK]
     const char *mask[BLOCK]
     char *out[BLOCK]
@@ -183,6 +184,7 @@ cdef inline void open_block(const Call *c, Py_ssize_t number, char *scratch, Blo
     find_rows(c, number, b)
     deal_scratch(c, b, scratch)
     b.panels = (b.rows + PANEL - 1) // PANEL
+    b.few = b.rows <= LANES // 2
     b.lowest, b.highest = BOUNDLESS, -BOUNDLESS
     for n in range(b.panels):
         p = &b.panel[n]

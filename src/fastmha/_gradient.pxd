@@ -11,11 +11,12 @@ Heads that share keys go one after the other; each sum has one fixed order.
 """
 from libc.string cimport memset
 
-from fastmha._atom cimport Rows, all_finite, drop, ready, score_tile, sum_values
+from fastmha._atom cimport drop, score_tile, sum_values
 from fastmha._block cimport Block, Panel, entry, find_rows, per_head, rounded_up
 from fastmha._call cimport ATOM, BLOCK, BLOCK_PANELS, BOUNDLESS, PANEL, Call
 from fastmha._math cimport exp2_scaled, vexp, vlog
 from fastmha._operand cimport MOST_AXES, Operand, load_lanes, load_row, locate, store_lanes, store_row
+from fastmha._rows cimport Rows, all_finite, ready
 from fastmha._simd cimport (
     INFINITY, LANES, PANEL_VECTORS, REAL_MAX, TILE_ROWS, TINY, real, vabs, vec, vfma, vless, vload,
     vloadu, vmax, vset, vstore,
@@ -241,7 +242,7 @@ cdef inline bint tile_gradients(
     cdef real *place
     cdef const real *kept = NULL
     cdef int v
-    if score_tile(c, b, p, atom, keys, &low, &high, most):
+    if score_tile(c, b, p, atom, keys, NULL, &low, &high, most):
         partly[0] = True
     if low >= high:
         return False
@@ -379,6 +380,7 @@ cdef inline void go_back(
     cdef bint partly = False, careful
     cdef int i, first, last
     first, last = b.panels, -1
+    memset(seen, 0, sizeof(seen))
     for i in range(b.panels):
         weights = h.weights + i * ATOM * PANEL
         scores = h.scores + i * ATOM * PANEL
@@ -480,8 +482,8 @@ cdef inline void gradient_piece(
             if given_up(g, slot):
                 return
             n = min(<Py_ssize_t>ATOM, b.keys - atom)
-            keys = ready(&c.k, b.k, atom, n, c.d, h.key_copy)
-            values = ready(&c.v, b.v, atom, n, c.e, h.value_copy)
+            ready(&keys, &c.k, b.k, atom, n, c.d, h.key_copy)
+            ready(&values, &c.v, b.v, atom, n, c.e, h.value_copy)
             keys_finite = -1
             for n in range(c.blocks):
                 b = &h.blocks[n]
@@ -516,8 +518,8 @@ cdef inline void mask_gradient_block(
     cdef bint partly
     while b.rows and atom < b.keys:
         width = min(<Py_ssize_t>ATOM, b.keys - atom)
-        keys = ready(&c.k, b.k, atom, width, c.d, h.key_copy)
-        values = ready(&c.v, b.v, atom, width, c.e, h.value_copy)
+        ready(&keys, &c.k, b.k, atom, width, c.d, h.key_copy)
+        ready(&values, &c.v, b.v, atom, width, c.e, h.value_copy)
         for i in range(b.panels):
             if not tile_gradients(
                 g, b, &b.panel[i], atom, &keys, &values, h.weights, h.scores, width, &partly

@@ -12,6 +12,7 @@ number of threads and the width of the registers.
 
     _kernels   a call: its arrays, its pieces, its threads         _stages   scores to weights
     _call      what its pieces share                               _mask     a mask's part for a tile
+    _rows      an atom's keys or values, wherever they lie         _few      few queries: keys across lanes
     _block     rows of queries: from arrays into lanes, and back   _dropout  which weights are kept
     _atom      one atom of keys for one panel of rows              _math     exponential and its kin
     _tile      the register tile: all the multiply-adds            _simd     vectors
@@ -25,7 +26,7 @@ from libc.math cimport ceil
 from libc.stdint cimport int8_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
-from fastmha._atom cimport Rows, fetch, merge, step
+from fastmha._atom cimport merge, step
 from fastmha._block cimport (
     Block, Panel, block_bytes, clear_panel, close_panel, deal_scratch, open_block, tile_bytes,
 )
@@ -37,6 +38,7 @@ from fastmha._project cimport (
     PACKED_STEPS, Projection, blocks, pack_steps, packed_bytes, plan_projection, project_block,
 )
 from fastmha._quantise cimport quantise_row
+from fastmha._rows cimport Rows, fetch
 from fastmha._simd cimport (
     FUSED, INFINITY, LANES, PANEL_VECTORS, REAL_BYTES, TILE_ROWS, TINY, real, vec, vfma, vless, vload,
     vmax, vset, vstore, vstoreu,
@@ -61,9 +63,9 @@ cdef void pass_over_keys(const Call *c, Block *b, Panel *panels, Py_ssize_t atom
     cdef int i, values_finite
     while atom < stop:
         n = min(<Py_ssize_t>ATOM, b.keys - atom)
-        keys = fetch(c, b, &c.k, b.k, &c.k_scales, b.k_scales, atom, n, c.d, b.key_copy)
+        fetch(&keys, c, b, &c.k, b.k, &c.k_scales, b.k_scales, atom, n, c.d, b.key_copy)
         if values_too:
-            values = fetch(c, b, &c.v, b.v, &c.v_scales, b.v_scales, atom, n, c.e, b.value_copy)
+            fetch(&values, c, b, &c.v, b.v, &c.v_scales, b.v_scales, atom, n, c.e, b.value_copy)
         values_finite = -1                       # not looked at yet
         for i in range(b.panels):
             step(c, b, &panels[i], atom, &keys, &values if values_too else NULL, &values_finite)

@@ -27,7 +27,7 @@ cdef extern from * nogil:
       PACKED_BYTES = 4 << 20,
       PACKED_STEPS = 16,                   /* copied in a piece of work */
       FEW_ROWS = 4,                        /* for which nothing is copied */
-      /* From row to row of sums, and of the copy of x: no power of two, which would meet in few lines of a cache. */
+      /* From row to row of sums, and of the copy of x: no power of two, which would crowd in a cache. */
       SUMS_PITCH = PROJECT_COLUMNS + 64 / REAL_BYTES,
       X_PITCH = PROJECT_STEPS + 64 / REAL_BYTES
     };

@@ -33,6 +33,7 @@ cdef extern from "_simd.h" nogil:
     vec vmantissa(vec a)
     vec vload_bool(const uint8_t *p)             # 0 where true, -inf where false
     void vtranspose(vec *rows)                   # LANES rows in place
+    void vprefetch(const char *p)                # any address
 
     bit_vec vword(uint32_t word)
     bit_vec vload_words(const bits *p)

@@ -1,0 +1,164 @@
+"""Few queries, as in decoding: keys across lanes, and then value dimensions, where queries would leave lanes
+empty.
+
+A block of keys is transposed in registers as it comes, so that each is read once and copied nowhere. Each
+score, and each weighted sum, is the same chain of multiply-adds that `_tile` makes of it: the same bits.
+What lies between the two is the same code, for a tile of one vector of queries. What comes next is asked for
+ahead of time, since rows are too many streams for the processor to foresee (measured at 1.4 times).
+"""
+from fastmha._block cimport Panel
+from fastmha._rows cimport Rows
+from fastmha._simd cimport (
+    INFINITY, LANES, inlined, real, vec, vfma, vload, vloadu, vmax, vprefetch, vset, vstore,
+    vtranspose,
+)
+
+
+cdef enum:
+    LINE = 64                           # bytes of a cache line
+
+
+cdef inline const real *place(const Rows *rows, Py_ssize_t j) noexcept nogil:
+    return <const real *>rows.at[j]
+
+
+# --- scores ------------------------------------------------------------------------------------------
+
+cdef inline inlined score_keys(
+    const int R, const int G, Py_ssize_t d, const Rows *keys, const Rows *values,
+    Py_ssize_t first, Py_ssize_t last, const real *queries, real *tile, vec *most,
+) noexcept nogil:
+    """The products of R queries with G times LANES keys from `first` on; those after `last` repeat it and are
+    not written. The same parts of their values are asked for, which come next."""
+    cdef vec sums[8]
+    cdef vec block[LANES]
+    cdef real lane[LANES]
+    cdef Py_ssize_t i = 0, j
+    cdef int r, g, n
+    for n in range(R * G):
+        sums[n] = vset(0)
+    while i + LANES <= d:
+        for g in range(G):
+            for n in range(LANES):
+                j = min(first + g * LANES + n, last)
+                block[n] = vloadu(place(keys, j) + i)
+                if i * sizeof(real) % LINE == 0 and values != NULL:
+                    vprefetch(<const char *>(place(values, j) + i))
+            vtranspose(block)
+            for n in range(LANES):
+                for r in range(R):
+                    sums[g * R + r] = vfma(block[n], vset(queries[(i + n) * LANES + r]), sums[g * R + r])
+        i += LANES
+    while i < d:
+        for g in range(G):
+            for n in range(LANES):
+                lane[n] = place(keys, min(first + g * LANES + n, last))[i]
+            for r in range(R):
+                sums[g * R + r] = vfma(vloadu(lane), vset(queries[i * LANES + r]), sums[g * R + r])
+        i += 1
+    for g in range(G):
+        for n in range(LANES):
+            block[n] = sums[g * R + min(n, R - 1)]
+        vtranspose(block)
+        for n in range(LANES):
+            j = first + g * LANES + n
+            if j <= last:
+                vstore(tile + j * LANES, block[n])
+                most[0] = vmax(most[0], block[n])
+
+
+cdef inline inlined score_few_rows(
+    const int R, Py_ssize_t d, const Rows *keys, const Rows *values, Py_ssize_t low, Py_ssize_t high,
+    const real *queries, real *tile, vec *most,
+) noexcept nogil:
+    cdef Py_ssize_t many = (4 if R == 1 else 8 // R) * LANES
+    while high - low >= many:
+        score_keys(R, 4 if R == 1 else 8 // R, d, keys, values, low, high - 1, queries, tile, most)
+        low += many
+    while low < high:
+        score_keys(R, 1, d, keys, values, low, high - 1, queries, tile, most)
+        low += LANES
+
+
+cdef inline void score_few(
+    const Panel *p, Py_ssize_t d, const Rows *keys, const Rows *values, Py_ssize_t low, Py_ssize_t high,
+    real *tile, vec *most,
+) noexcept nogil:
+    """`score_atom` for few rows. Lanes without one repeat the last."""
+    most[0] = vset(-INFINITY)
+    if p.count == 1:
+        score_few_rows(1, d, keys, values, low, high, p.queries, tile, most)
+    elif p.count == 2:
+        score_few_rows(2, d, keys, values, low, high, p.queries, tile, most)
+    elif LANES < 16 or p.count <= 4:
+        score_few_rows(4, d, keys, values, low, high, p.queries, tile, most)
+    else:
+        score_few_rows(8, d, keys, values, low, high, p.queries, tile, most)
+
+
+# --- weighted sums -----------------------------------------------------------------------------------
+
+cdef inline inlined sum_columns(
+    const int R, const int C, const Rows *values, Py_ssize_t low, Py_ssize_t high,
+    Py_ssize_t first, Py_ssize_t ahead, const real *tile, vec keep, vec add, real *out,
+) noexcept nogil:
+    """C times LANES dimensions of the values, from `first` on, for R rows; asks for what lies `ahead`."""
+    cdef vec sums[8]
+    cdef vec part[8]
+    cdef vec block[LANES]
+    cdef Py_ssize_t j
+    cdef const real *row
+    cdef int r, n, i
+    for n in range(R * C):
+        sums[n] = vset(0)
+    for j in range(low, high):
+        row = place(values, j) + first
+        for n in range(C):
+            part[n] = vloadu(row + n * LANES)
+            if n * LANES * sizeof(real) % LINE == 0:
+                vprefetch(<const char *>(row + n * LANES) + ahead)
+        for r in range(R):
+            for n in range(C):
+                sums[n * R + r] = vfma(part[n], vset(tile[j * LANES + r]), sums[n * R + r])
+    for n in range(C):
+        for i in range(LANES):
+            block[i] = sums[n * R + min(i, R - 1)]
+        vtranspose(block)
+        for i in range(LANES):
+            vstore(out, vfma(block[i], add, vload(out) * keep))
+            out += LANES
+
+
+cdef inline inlined sum_few_rows(
+    const int R, Py_ssize_t width, const Rows *values, Py_ssize_t low, Py_ssize_t high, Py_ssize_t ahead,
+    const real *tile, vec keep, vec add, real *out,
+) noexcept nogil:
+    cdef Py_ssize_t e = 0, j
+    cdef vec sum
+    while width - e >= 8 // R * LANES:
+        sum_columns(R, 8 // R, values, low, high, e, ahead, tile, keep, add, out + e * LANES)
+        e += 8 // R * LANES
+    while width - e >= LANES:
+        sum_columns(R, 1, values, low, high, e, ahead, tile, keep, add, out + e * LANES)
+        e += LANES
+    while e < width:
+        sum = vset(0)
+        for j in range(low, high):
+            sum = vfma(vset(place(values, j)[e]), vload(tile + j * LANES), sum)
+        vstore(out + e * LANES, vfma(sum, add, vload(out + e * LANES) * keep))
+        e += 1
+
+
+cdef inline void sum_few(
+    const Panel *p, Py_ssize_t width, const Rows *values, Py_ssize_t low, Py_ssize_t high, Py_ssize_t ahead,
+    const real *tile, vec keep, vec add,
+) noexcept nogil:
+    """`sum_values` for few rows. The keys of the next atom are likely to be so many bytes `ahead`."""
+    if p.count == 1:
+        sum_few_rows(1, width, values, low, high, ahead, tile, keep, add, p.out)
+    elif p.count == 2:
+        sum_few_rows(2, width, values, low, high, ahead, tile, keep, add, p.out)
+    elif LANES < 16 or p.count <= 4:
+        sum_few_rows(4, width, values, low, high, ahead, tile, keep, add, p.out)
+    else:
+        sum_few_rows(8, width, values, low, high, ahead, tile, keep, add, p.out)
