@@ -22,7 +22,7 @@ class TextbookAttention:
         return [empty, empty]
 
     def __call__(self, x, *, lengths=None, cache=None):
-        """(B, L, d_model) -> the same; causal with a cache, results past a length are of no meaning."""
+        """(B, L, d_model) -> the same; causal with a cache. Results past a length mean nothing."""
         layer, (B, L, d_model) = self.layer, x.shape
         q = layer._split_heads(_dense(x, layer.Wq, layer.bq))  # (B, H, L, d_k)
         k = layer._split_heads(_dense(x, layer.Wk, layer.bk))
@@ -31,26 +31,29 @@ class TextbookAttention:
         positions = np.arange(start, start + L)
         if layer.rope is not None:
             q, k = layer.rope(q, positions), layer.rope(k, positions)
-        causal = None
+        visible = None if lengths is None else in_use(lengths, L)
         if cache is not None:
             k, v = (np.concatenate(pair, axis=2) for pair in zip(cache, (k, v), strict=True))
             cache[:] = k, v
-            causal = positions[:, None] >= np.arange(k.shape[2])
-        k, v = (np.repeat(a, layer.n_heads // layer.n_kv_heads, axis=1) for a in (k, v))
-        mixed = textbook_weights(q, k, key_lengths=lengths, mask=causal) @ v
+            visible = positions[:, None] >= np.arange(k.shape[2])
+        if layer.n_kv_heads < layer.n_heads:
+            k, v = (np.repeat(a, layer.n_heads // layer.n_kv_heads, axis=1) for a in (k, v))
+        mixed = textbook_weights(q, k, visible) @ v
         return _dense(mixed.transpose(0, 2, 1, 3).reshape(B, L, d_model), layer.Wo, layer.bo)
 
 
-def textbook_weights(q, k, *, key_lengths=None, mask=None):
+def textbook_weights(q, k, visible=None):
     """softmax(q k^T / sqrt(d_k)) of (B, H, L, d_k) and (B, H, S, d_k): all of (B, H, L, S) at once."""
     scores = q @ k.swapaxes(2, 3) / math.sqrt(q.shape[-1])
-    if key_lengths is not None:
-        visible = np.arange(k.shape[2]) < np.asarray(key_lengths)[:, None, None, None]
-        mask = visible if mask is None else mask & visible
-    if mask is not None:
-        scores = np.where(mask, scores, -np.inf)
+    if visible is not None:
+        scores = np.where(visible, scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def in_use(lengths, n_keys):
+    """Which keys are no padding, as a mask (B, 1, 1, n_keys)."""
+    return np.arange(n_keys) < lengths[:, None, None, None]
 
 
 def _dense(x, W, b):
@@ -69,11 +72,11 @@ def gelu(x):
     return x * (1 + erf(x / math.sqrt(2))) / 2
 
 
-def package_folder(name, extra="examples"):
+def package_folder(name):
     """Where a package lies, without importing it: of some only the files are needed."""
     spec = importlib.util.find_spec(name)
     if spec is None:
-        raise SystemExit(f"{name} is not installed: pip install 'fastmha[{extra}]'")
+        raise SystemExit(f"{name} is not installed: pip install 'fastmha[examples]'")
     return Path(spec.submodule_search_locations[0])
 
 
@@ -103,7 +106,7 @@ def print_speed(run, ours, textbook, rounds):
     for _ in track(range(rounds), description="timing both"):
         times.append([_time(run, model) for model in (ours, textbook)])
     milliseconds = 1e3 * np.median(times, axis=0)
-    for what, (fast, slow) in zip(("whole model", "attention alone"), milliseconds.T, strict=True):
+    for what, (fast, slow) in zip(("whole model", "attention layers"), milliseconds.T, strict=True):
         print(f"{what}: fastmha {fast:.0f} ms, textbook {slow:.0f} ms: {slow / fast:.2f}x as fast")
 
 

@@ -25,7 +25,8 @@ from fastmha import MultiHeadAttention
 N_LAYERS, N_HEADS, EPS = 4, 6, 1e-5
 RATE, SECONDS, N_FFT, HOP, N_MELS = 16000, 30, 400, 160, 80
 PROMPT = ["<|startoftranscript|>", "<|notimestamps|>"]
-# One frame of the sample turns float32's rounding into 3e-5 to 7e-5 of the largest value, whoever computes it.
+# One frame of the sample turns float32's rounding into 3e-5 to 7e-5 of the largest value, whoever
+# computes it: CTranslate2, the textbook or fastmha.
 TOLERANCE = 2e-4
 DTYPES = {0: np.float32, 1: np.int8, 2: np.int16, 3: np.int32, 4: np.float16}
 
