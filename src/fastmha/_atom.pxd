@@ -11,11 +11,11 @@ from fastmha._operand cimport store_lanes
 from fastmha._rows cimport Rows, all_finite, copy_rows
 from fastmha._simd cimport (
     INFINITY, LANES, PANEL_VECTORS, TILE_ROWS, bit_vec, bits, inlined, real, vec, vfma, vless, vload,
-    vload_words, vloadu, vmax, vset, vstore,
+    vload_words, vloadu, vmax, vset, vstore, vstoreu,
 )
 from fastmha._stages cimport (
-    add_bias, cap_scores, finite, find_maximum, hide_masked, hide_outside, mark_hidden, scale_scores,
-    slope_of_cap, subtract_distance, weigh,
+    add_bias, add_huge_bias, cap_scores, find_maximum, finite, hide_masked, hide_outside, mark_hidden,
+    scale_scores, slope_of_cap, subtract_distance, weigh,
 )
 from fastmha._storage cimport BOOL
 from fastmha._tile cimport score_rows, value_rows
@@ -72,6 +72,45 @@ cdef inline inlined score_atom(
         score_rows(1, V, c.d, rows, keys.row, p.queries, tile, most)
 
 
+cdef inline inlined score_unmasked(
+    const int V, const Call *c, const Block *b, const Panel *p, Py_ssize_t atom, const Rows *keys,
+    const Rows *values, Py_ssize_t low, Py_ssize_t high, vec *most,
+) noexcept nogil:
+    """The scores before any key is hidden. `most` is not theirs where they are but scaled."""
+    cdef vec slope[4]
+    cdef vec position[4]
+    cdef int v
+    if V == 1 and b.few:
+        score_few(p, c.d, keys, values, low, high, b.tile, most)
+    else:
+        score_atom(V, c, p, keys, low, high, b.tile, most)
+    if c.raw:
+        return
+    scale_scores(V, low, high, b.tile, c.scale)
+    if c.softcap > 0:
+        cap_scores(V, low, high, b.tile, c.softcap, most)
+        if b.cap_slope != NULL:
+            slope_of_cap(V, low, high, b.tile, c.softcap, b.cap_slope)
+    if c.slopes != NULL:
+        stand(V, b, p, atom, 0, -BOUNDLESS, BOUNDLESS, position)
+        for v in range(V):
+            slope[v] = per_head(c.slopes, b, p, v)
+        subtract_distance(V, low, high, b.tile, slope, position, most)
+
+
+cdef inline bint any_infinite(int vectors, const vec *most) noexcept nogil:
+    cdef real lane[LANES]
+    cdef vec greatest = most[0]
+    cdef int i
+    for i in range(1, vectors):
+        greatest = vmax(greatest, most[i])
+    vstoreu(lane, greatest)
+    for i in range(LANES):
+        if lane[i] == INFINITY:
+            return True
+    return False
+
+
 cdef inline bint score_tile(
     const Call *c, const Block *b, const Panel *p, Py_ssize_t atom, const Rows *keys, const Rows *values,
     Py_ssize_t *low, Py_ssize_t *high, vec *most,
@@ -96,10 +135,9 @@ cdef inline inlined score_vectors(
     const Rows *values, Py_ssize_t *low, Py_ssize_t *high, vec *most, bint *partly,
 ) noexcept nogil:
     cdef Py_ssize_t lowest = p.lowest - atom, highest = p.highest - atom
-    cdef bint masked = False, outside, alike = False
+    cdef bint masked = False, outside, alike = False, huge = False
     cdef vec first[4]
     cdef vec last[4]
-    cdef int v
     low[0] = max(<Py_ssize_t>0, lowest - c.left)
     high[0] = min(min(<Py_ssize_t>ATOM, b.keys - atom), highest + c.right + 1)
     if c.mask.data != NULL and low[0] < high[0]:
@@ -108,31 +146,23 @@ cdef inline inlined score_vectors(
     if low[0] >= high[0]:
         return
     outside = highest - c.left > low[0] or lowest + c.right < high[0] - 1
-    if V == 1 and b.few:
-        score_few(p, c.d, keys, values, low[0], high[0], b.tile, most)
-    else:
-        score_atom(V, c, p, keys, low[0], high[0], b.tile, most)
-    if not c.raw:
-        scale_scores(V, low[0], high[0], b.tile, c.scale)
-        if c.softcap > 0:
-            cap_scores(V, low[0], high[0], b.tile, c.softcap)
-            if b.cap_slope != NULL:
-                slope_of_cap(V, low[0], high[0], b.tile, c.softcap, b.cap_slope)
-        if c.slopes != NULL:
-            stand(V, b, p, atom, 0, -BOUNDLESS, BOUNDLESS, first)
-            for v in range(V):
-                last[v] = per_head(c.slopes, b, p, v)
-            subtract_distance(V, low[0], high[0], b.tile, last, first)
-    if masked:
-        if c.mask.storage == BOOL:
-            hide_masked(V, low[0], high[0], b.tile, b.bias, alike)
-        else:
-            add_bias(V, low[0], high[0], b.tile, b.bias, alike)
+    while True:
+        score_unmasked(V, c, b, p, atom, keys, values, low[0], high[0], most)
+        if masked and c.mask.storage == BOOL:
+            hide_masked(V, low[0], high[0], b.tile, b.bias, alike, most)
+        elif masked and huge:
+            add_huge_bias(V, low[0], high[0], b.tile, b.bias, alike, most)
+        elif masked:
+            add_bias(V, low[0], high[0], b.tile, b.bias, alike, most)
+            huge = any_infinite(V, most)
+            if huge:
+                continue
+        break
     if outside:
         stand(V, b, p, atom, -c.left, 0, ATOM, first)
         stand(V, b, p, atom, c.right, -1, ATOM, last)
-        hide_outside(V, low[0], high[0], b.tile, first, last)
-    if masked or outside or not c.raw:
+        hide_outside(V, low[0], high[0], b.tile, first, last, most)
+    elif not (c.raw or masked or c.softcap > 0 or c.slopes != NULL):
         find_maximum(V, low[0], high[0], b.tile, most)
     partly[0] = masked or outside
 

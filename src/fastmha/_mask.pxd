@@ -1,10 +1,10 @@
 """The part of a mask that belongs to a tile: read in place, whatever its strides, and laid across lanes."""
 from fastmha._block cimport Block, Panel
-from fastmha._operand cimport Operand, load_lanes
+from fastmha._operand cimport Operand, load_lanes, load_row
 from fastmha._simd cimport (
-    INFINITY, LANES, real, vabs, vec, vload, vload_bool, vmax, vset, vstore, vstoreu, vtranspose,
+    INFINITY, LANES, real, vabs, vec, vload_bool, vloadu, vset, vstore, vstoreu, vtranspose,
 )
-from fastmha._storage cimport BOOL, load_one
+from fastmha._storage cimport BOOL
 
 
 cdef inline bint one_row(const Block *b, const Panel *p) noexcept nogil:
@@ -22,41 +22,59 @@ cdef inline bint load_mask(
 ) noexcept nogil:
     """Fills b.bias with [key][row], or [key] where rows are `alike`, and leaves off the keys at both
     ends that no row sees. True if a key in between is hidden from a row, or biased."""
-    cdef Py_ssize_t width = p.vectors * LANES, j, first = high[0], last = low[0] - 1
-    cdef const char *data
-    cdef real lane[LANES]
-    cdef vec bias, most, size
-    cdef bint some = False, seen
-    cdef int v, r
-    if not alike:
+    cdef Py_ssize_t width = 1 if alike else p.vectors * LANES, first = low[0], last = high[0]
+    cdef int v
+    if alike:
+        load_mask_row(m, b.mask[p.first] + (atom + first) * m.col, last - first, b.bias + first)
+    else:
         for v in range(p.vectors):
-            load_mask_lanes(m, b.mask + p.first + v * LANES, min(LANES, p.count - v * LANES), atom, low[0],
-                            high[0], b.bias + v * LANES, width)
-    data = b.mask[p.first] + atom * m.col
-    for j in range(low[0], high[0]):
-        if alike:
-            b.bias[j] = load_one(data + j * m.col, m.storage)
-            seen = b.bias[j] != -INFINITY
-            some |= b.bias[j] != 0
-        else:
-            most, size = vset(-INFINITY), vset(0)
-            for v in range(p.vectors):
-                bias = vload(b.bias + j * width + v * LANES)
-                most = vmax(most, bias)          # a NaN is seen
-                size = size + vabs(bias)
-            vstoreu(lane, most)
-            seen = False
-            for r in range(LANES):
-                seen |= lane[r] != -INFINITY
-            vstoreu(lane, size)
-            for r in range(LANES):
-                some |= lane[r] != 0
-        if seen:
-            first = min(first, j)
-            last = j
-    if some:
-        low[0], high[0] = first, last + 1
-    return some
+            load_mask_lanes(m, b.mask + p.first + v * LANES, min(LANES, p.count - v * LANES), atom, first,
+                            last, b.bias + v * LANES, width)
+    while first < last and all_hidden(b.bias + first * width, width):
+        first += 1
+    while first < last and all_hidden(b.bias + (last - 1) * width, width):
+        last -= 1
+    low[0], high[0] = first, last
+    return not all_zero(b.bias + first * width, (last - first) * width)
+
+
+cdef inline bint all_hidden(const real *bias, Py_ssize_t n) noexcept nogil:
+    """A NaN does not hide."""
+    cdef Py_ssize_t i
+    for i in range(n):
+        if bias[i] != -INFINITY:
+            return False
+    return True
+
+
+cdef inline bint all_zero(const real *bias, Py_ssize_t n) noexcept nogil:
+    cdef Py_ssize_t i = 0
+    cdef vec size = vset(0)
+    cdef real lane[LANES]
+    cdef int r
+    while i + LANES <= n:
+        size = size + vabs(vloadu(bias + i))     # a NaN stays
+        i += LANES
+    vstoreu(lane, size)
+    for r in range(LANES):
+        if lane[r] != 0:
+            return False
+    while i < n:
+        if bias[i] != 0:
+            return False
+        i += 1
+    return True
+
+
+cdef inline void load_mask_row(
+    const Operand *m, const char *data, Py_ssize_t n, real *out
+) noexcept nogil:
+    cdef Py_ssize_t j = 0
+    if m.storage == BOOL and m.col == 1:
+        while j + LANES <= n:
+            vstoreu(out + j, vload_bool(<const unsigned char *>data + j))
+            j += LANES
+    load_row(data + j * m.col, m.storage, m.col, n - j, out + j)
 
 
 cdef inline void load_mask_lanes(

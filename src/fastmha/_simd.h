@@ -241,7 +241,14 @@ static inline void vprefetch(const char *p) {
 static inline vec vload_bool(const uint8_t *p) {
 #if VECTOR_BYTES
   byte_vec b; memcpy(&b, p, sizeof b);
-  return vreal((bit_vec)(__builtin_convertvector(b, bit_vec) == 0) & vbits(vset(-INFINITY)));
+#if VECTOR_BYTES == 32 /* gcc takes the general way a byte at a time */
+  uint64_t word = 0; memcpy(&word, &b, sizeof b);
+  __m128i x = _mm_cvtsi64_si128((long long)word);
+  bit_vec wide = REAL_BYTES == 4 ? (bit_vec)_mm256_cvtepu8_epi32(x) : (bit_vec)_mm256_cvtepu8_epi64(x);
+#else
+  bit_vec wide = __builtin_convertvector(b, bit_vec);
+#endif
+  return vreal((bit_vec)(wide == 0) & vbits(vset(-INFINITY)));
 #else
   return *p ? 0 : -INFINITY;
 #endif
