@@ -29,7 +29,7 @@ LAYERS = [
     {"_plan"},
     {"_execute"},
     {"functional", "varlen"},
-    {"_multihead_backward", "_multihead_call", "_cached"},
+    {"_multihead_backward", "_multihead_call", "_cached", "textbook"},
     {"cache", "paged"},
     {"multihead", "plotting", "dask_array"},
     {"__init__"},

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 import fastmha
 from fastmha import __main__ as commands
-from fastmha import bench, demo, functional, reference, rope, varlen, weights
+from fastmha import bench, demo, reference, rope, textbook, varlen, weights
 
 Array = NDArray[Any]
 
@@ -193,7 +193,7 @@ def slow_twin(x: NDArray[np.float64]) -> None:
     assert_type(layer.attn, Array)
     assert_type(reference.dropout_mask(0, 0.5, [0], 1, range(2), 8), NDArray[np.bool_])
     assert_type(reference.philox4x32((0, 0, 0, 0), (0, 0))[0], NDArray[np.uint64])
-    assert_type(functional.softmax(x), Array)
+    assert_type(textbook.softmax(x), Array)
 
 
 def measuring() -> None:

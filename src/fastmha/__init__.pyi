@@ -7,14 +7,12 @@ from .functional import (
     attention_backward,
     attention_weights,
     merge_attention,
-    multi_head_attention,
     scaled_dot_product_attention,
-    sdpa,
-    softmax,
 )
 from .multihead import MultiHeadAttention
 from .paged import PagedKVCache
 from .rope import Rope, alibi_slopes
+from .textbook import multi_head_attention, sdpa, softmax
 from .varlen import attention_varlen, attention_varlen_backward
 
 __all__ = [

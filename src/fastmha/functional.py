@@ -1,11 +1,10 @@
-"""The functions: attention in PyTorch's words, with every option, and the short forms of textbooks."""
+"""The functions: attention in PyTorch's words, and with every option."""
 
 import numpy as np
 
 from . import _problem
-from ._dispatch import kernels
-from ._dtypes import computed_in, real_array, storage
-from ._execute import attend, attend_backward, project, sink_gradient, weigh
+from ._dtypes import computed_in
+from ._execute import attend, attend_backward, sink_gradient, weigh
 
 
 def scaled_dot_product_attention(
@@ -77,36 +76,6 @@ def scaled_dot_product_attention(
     return attend(problem)[0]
 
 
-def sdpa(Q, K, V, mask=None):
-    """Attention in short: ``softmax(Q K^T / sqrt(d_k)) V``.
-
-    Parameters
-    ----------
-    Q, K, V : (..., n, d_k), (..., m, d_k) and (..., m, d_v) arrays
-        Of one dtype: float64, float32, float16 or bfloat16.
-    mask : array that broadcasts to (..., n, m), optional
-        Of bool: True = may attend. Of floats: added to the scores.
-
-    Returns
-    -------
-    (..., n, d_v) array
-        Of the dtype of `Q`.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `scaled_dot_product_attention`.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> import fastmha
-    >>> fastmha.sdpa(np.zeros((1, 2)), np.zeros((3, 2)), np.array([[0.0], [1.0], [5.0]]))
-    array([[2.]])
-    """
-    return scaled_dot_product_attention(Q, K, V, mask)
-
-
 def attention(
     query,
     key,
@@ -142,21 +111,17 @@ def attention(
     mask : array that broadcasts to (B, H, L, S), optional
         Of bool: True = may attend. Of floats: added to the scores, always; -inf hides.
     causal : bool or {"top-left", "bottom-right"}
-        Query i stands at position p = i ("top-left", which True means), or at i + S - L
-        ("bottom-right", the convention of caches), and sees the keys j <= p. For L = 2, S = 5::
-
-            top-left  1 . . . .      bottom-right  1 1 1 1 .
-                      1 1 . . .                    1 1 1 1 1
-
+        Query i stands at position p = i ("top-left", which True means), or at p = i + S - L
+        ("bottom-right", the convention of caches), and sees the keys j <= p.
     window : (int, int), optional
         (left, right): the query at position p sees keys p - left to p + right, ends included; -1 is
         unbounded. The cost is proportional to the window.
     scale : float, optional
         Default 1/sqrt(D).
     softcap : float, optional
-        None or 0: none.
+        Scores stay between -softcap and softcap; None or 0: none.
     alibi_slopes : (H,) array, optional
-        Adds ``-slope * abs(p - j)``.
+        Scores fall by the slope with each step from p to the key, on either side.
     sinks : (H,) array, optional
         One more logit a head in the denominator, without a value.
     key_lengths, query_lengths : (B,) arrays of int, optional
@@ -164,7 +129,7 @@ def attention(
         an LSE of -inf. Bottom-right alignment is then per member, at
         p = i + key_length - query_length, so that padded equals packed.
     dropout_p : float
-        Probability with which a weight is dropped; the others are divided by 1 - dropout_p.
+        Probability with which a weight is dropped.
     rng : int or numpy.random.Generator, optional
         Seed of the dropout; None draws a fresh one. The pattern is a pure function of the seed, the
         batch member, the head, and the positions of query and key.
@@ -181,8 +146,8 @@ def attention(
     out : (B, H, L, E) or (B, L, H, E) array
         Of the query's dtype. Rows that see no key are exactly 0.
     lse : (B, H, L) array
-        Only with `return_lse`: ``log(sum_j exp(score_j))``, without the sinks, -inf in rows that see
-        no key; float64 for float64, else float32.
+        Only with `return_lse`: the logarithm of the sum of the scores' exponentials, without the
+        sinks, -inf in rows that see no key; float64 for float64, else float32.
 
     Raises
     ------
@@ -191,16 +156,143 @@ def attention(
 
     See Also
     --------
-    fastmha.reference.attention : the same in a few lines of NumPy.
+    fastmha.reference.attention : all options at once, in plain NumPy.
 
     Examples
     --------
+    Every option in NumPy. Here are two heads, three queries and five keys:
+
     >>> import numpy as np
-    >>> import fastmha
-    >>> q = k = np.zeros((1, 1, 4, 2))
-    >>> v = np.arange(4.0).reshape(1, 1, 4, 1)
-    >>> fastmha.attention(q, k, v, window=(1, 0)).ravel()
-    array([0. , 0.5, 1.5, 2.5])
+    >>> from fastmha import attention, reference
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = (rng.normal(size=(1, 2, n, 4)) for n in (3, 5, 5))
+    >>> scores = q @ k.swapaxes(2, 3) / np.sqrt(4)  # (B, H, L, S)
+    >>> i, j = np.arange(3)[:, None], np.arange(5)
+    >>> def weights(scores, seen=True, sink=0):
+    ...     e = np.where(seen, np.exp(scores), 0)
+    ...     total = e.sum(-1, keepdims=True) + sink
+    ...     return e / np.where(total > 0, total, 1)  # rows that see nothing: 0
+    >>> def same(weights, **options):
+    ...     return np.allclose(weights @ v, attention(q, k, v, **options))
+    >>> def draw(seen):  # a row for each query
+    ...     for row in seen:
+    ...         print(*np.where(row, "1", "."))
+
+    `causal`, at the top left: ``j <= i``.
+
+    >>> draw(j <= i)
+    1 . . . .
+    1 1 . . .
+    1 1 1 . .
+    >>> same(weights(scores, j <= i), causal=True)
+    True
+
+    `causal`, at the bottom right: ``j <= i + S - L``.
+
+    >>> draw(j <= i + 2)
+    1 1 1 . .
+    1 1 1 1 .
+    1 1 1 1 1
+    >>> same(weights(scores, j <= i + 2), causal="bottom-right")
+    True
+
+    `window`: ``p - left <= j <= p + right``.
+
+    >>> seen = (i - 1 <= j) & (j <= i + 2)
+    >>> draw(seen)
+    1 1 1 . .
+    1 1 1 1 .
+    . 1 1 1 1
+    >>> same(weights(scores, seen), window=(1, 2))
+    True
+    >>> same(weights(scores, (i + 1 <= j) & (j <= i + 2)), window=(1, 0), causal="bottom-right")
+    True
+
+    `mask` of bool: as it says.
+
+    >>> mask = (i + j) % 3 > 0
+    >>> draw(mask)
+    . 1 1 . 1
+    1 1 . 1 1
+    1 . 1 1 .
+    >>> same(weights(scores, mask), mask=mask)
+    True
+
+    `mask` of floats: ``score + mask``.
+
+    >>> mask = np.where(j < 4, i - 0.5 * j, -np.inf)
+    >>> draw(mask > -np.inf)
+    1 1 1 1 .
+    1 1 1 1 .
+    1 1 1 1 .
+    >>> same(weights(scores + mask), mask=mask)
+    True
+
+    `key_lengths`, `query_lengths`: ``j < key_length`` and ``i < query_length``; with bottom-right
+    also ``j <= i + key_length - query_length``.
+
+    >>> seen = (j < 4) & (i < 2) & (j <= i + 4 - 2)
+    >>> draw(seen)
+    1 1 1 . .
+    1 1 1 1 .
+    . . . . .
+    >>> same(weights(scores, seen), key_lengths=[4], query_lengths=[2], causal="bottom-right")
+    True
+
+    `scale`: ``scale * query key^T``.
+
+    >>> same(weights(0.3 * q @ k.swapaxes(2, 3)), scale=0.3)
+    True
+
+    `softcap`: ``softcap * tanh(score / softcap)``.
+
+    >>> same(weights(2 * np.tanh(scores / 2)), softcap=2.0)
+    True
+
+    `alibi_slopes`: ``score - slope * abs(p - j)``.
+
+    >>> abs(i - j)
+    array([[0, 1, 2, 3, 4],
+           [1, 0, 1, 2, 3],
+           [2, 1, 0, 1, 2]])
+    >>> slopes = np.array([0.5, 0.25])
+    >>> same(weights(scores - slopes[:, None, None] * abs(i - j)), alibi_slopes=slopes)
+    True
+
+    `sinks`: ``exp(score) / (sum_j exp(score_j) + exp(sink))``.
+
+    >>> sinks = np.array([0.5, -1.0])
+    >>> same(weights(scores, sink=np.exp(sinks)[:, None, None]), sinks=sinks)
+    True
+
+    `dropout_p`, `rng`: ``weight * kept / (1 - dropout_p)``.
+
+    >>> kept = reference.dropout_mask(7, 0.4, [0], 2, [0, 1, 2], 5)  # seed, p, members, H, p_i, S
+    >>> draw(kept[0, 1])
+    1 . . . 1
+    . 1 . 1 .
+    1 . . 1 1
+    >>> same(weights(scores) * kept / (1 - 0.4), dropout_p=0.4, rng=7)
+    True
+
+    `layout`: ``(B, L, H, D)``, the same numbers in another order.
+
+    >>> swapped = attention(*(x.swapaxes(1, 2) for x in (q, k, v)), layout="BLHD")
+    >>> np.array_equal(swapped.swapaxes(1, 2), attention(q, k, v))
+    True
+
+    `return_lse`, `out`: ``log(sum_j exp(score_j))``, and the output where it is wanted.
+
+    >>> mine = np.empty((1, 2, 3, 4))
+    >>> out, lse = attention(q, k, v, return_lse=True, out=mine)
+    >>> np.allclose(lse, np.log(np.exp(scores).sum(-1))) and out is mine
+    True
+
+    Fewer heads of keys and values: each serves H // G query heads.
+
+    >>> grouped, whole = (attention(q, x, x) for x in (k[:, :1], k[:, [0, 0]]))
+    >>> np.array_equal(grouped, whole)
+    True
     """
     problem = _problem.full_problem(
         query,
@@ -252,12 +344,16 @@ def attention_backward(
 ):
     """The gradients of `attention`, by recomputing its weights: memory stays linear in the length.
 
-    With p the weights and ``delta = sum_e grad_out * out`` of each row::
+    With p the weights, p_sink the sink's share of the denominator, r = kept / (1 - dropout_p), or 1
+    without dropout, and ``delta = sum_e grad_out * out`` of each row::
 
-        ds = p * (grad_out value^T - delta)
-        dq = scale * ds key      dk = scale * ds^T query      dv = p^T grad_out
+        dp = r * (grad_out value^T)      dv = (r * p)^T grad_out
+        dmask = p * (dp - delta)         dsinks = -sum_i p_sink * delta
+        ds = dmask                       or dmask * (1 - tanh(score / softcap)^2)
+        dq = scale * ds key              dk = scale * ds^T query
 
-    The bits depend neither on the number of threads nor on the layout.
+    Gradients of what serves several are sums: of shared heads, of a batch of 1, of a mask that
+    broadcasts. The bits depend neither on the number of threads nor on the layout.
 
     Parameters
     ----------
@@ -277,8 +373,7 @@ def attention_backward(
     Returns
     -------
     dq, dk, dv : arrays
-        Of the shapes and the dtype of query, key and value; those of grouped heads and of a batch
-        that serves all members are sums.
+        Of the shapes and the dtype of query, key and value.
     dmask : array
         Only with `grad_mask`: of the mask's own shape and dtype.
     dsinks : (H,) array
@@ -460,99 +555,3 @@ def merge_attention(outs, lses):
         )
         lse = np.where(seen, base + np.log(np.where(seen, total, 1)), -np.inf)
     return out.astype(dtype), lse.astype(exact)
-
-
-def softmax(x, axis=-1):
-    """The softmax, ``exp(x - max) / sum(exp(x - max))``, in one pass of fused kernels.
-
-    Parameters
-    ----------
-    x : array
-        Real numbers; integers count as float64.
-    axis : int
-        Along which the result sums up to 1.
-
-    Returns
-    -------
-    array
-        Of the shape and dtype of `x`. Where all of a row is -inf, zeros.
-
-    Raises
-    ------
-    TypeError
-        For arrays that are not of real numbers.
-    ValueError
-        For an axis that is not there.
-
-    Examples
-    --------
-    >>> import fastmha
-    >>> fastmha.softmax([0.0, 0.0, 0.0, 0.0])
-    array([0.25, 0.25, 0.25, 0.25])
-    """
-    x = real_array(x, "x")
-    if not storage(x.dtype):
-        x = x.astype(np.float64)
-    axis = _problem.check_axis(axis, x.ndim)
-    out = np.empty(x.shape, x.dtype)
-    rows_last = [np.moveaxis(array, axis, -1) for array in (x, out)]
-    if x.ndim == 1:
-        rows_last = [array[None] for array in rows_last]
-    kernels(x.dtype).softmax(*rows_last, storage(x.dtype))
-    return out
-
-
-def multi_head_attention(X, W_Q, W_K, W_V, W_O, h, *, trace=None):
-    """Multi-head self-attention in its five steps: project, split, attend, concatenate, output.
-
-    Parameters
-    ----------
-    X : (L, d_model) or (B, L, d_model) array
-    W_Q, W_K : (d_model, h * d_k) arrays
-    W_V : (d_model, h * d_v) array
-    W_O : (h * d_v, d_out) array
-        Applied as ``X @ W``, without biases.
-    h : int
-        Number of heads.
-    trace : callable, optional
-        Called as ``trace(step, shape)`` after each of "project", "split", "attend" (once a head),
-        "concat" and "output".
-
-    Returns
-    -------
-    (L, d_out) or (B, L, d_out) array
-
-    Raises
-    ------
-    TypeError, ValueError
-        For arguments of the wrong kind or of sizes that do not fit.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> import fastmha
-    >>> I = np.eye(4)
-    >>> fastmha.multi_head_attention(np.zeros((3, 4)), I, I, I, I, h=2).shape
-    (3, 4)
-    """
-    X, W_Q, W_K, W_V, W_O, h = _problem.five_steps(X, W_Q, W_K, W_V, W_O, h, trace)
-    tell = trace or (lambda step, shape: None)
-    batch = X[None] if X.ndim == 2 else X
-
-    def times(x, W):
-        return project(x, W, None).reshape(*X.shape[:-1], W.shape[1])
-
-    q, k, v = times(batch, W_Q), times(batch, W_K), times(batch, W_V)
-    tell("project", q.shape)
-    q, k, v = (x.reshape(*x.shape[:-1], h, x.shape[-1] // h).swapaxes(-3, -2) for x in (q, k, v))
-    tell("split", q.shape)
-    # Heads side by side in memory, so that to concatenate them is to look at them differently.
-    heads = np.empty((*X.shape[:-1], h, v.shape[-1]), X.dtype)
-    attend(_problem.torch_problem(q, k, v), out=heads.swapaxes(-3, -2))
-    for i in range(h):
-        tell("attend", heads[..., i, :].shape)
-    concatenated = heads.reshape(*X.shape[:-1], W_O.shape[0])
-    tell("concat", concatenated.shape)
-    out = times(concatenated.reshape(*batch.shape[:2], W_O.shape[0]), W_O)
-    tell("output", out.shape)
-    return out

@@ -1,4 +1,4 @@
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Protocol, SupportsIndex, TypeAlias, overload
 
 import numpy as np
@@ -15,7 +15,6 @@ _Chosen: TypeAlias = SupportsIndex | slice | Sequence[SupportsIndex] | NDArray[n
 _Layout: TypeAlias = Literal["BHLD", "BLHD"]
 _Real: TypeAlias = float | np.floating[Any] | np.integer[Any]
 _Seed: TypeAlias = SupportsIndex | np.random.Generator
-_Trace: TypeAlias = Callable[[str, tuple[int, ...]], object]
 _Window: TypeAlias = tuple[SupportsIndex, SupportsIndex]
 
 def scaled_dot_product_attention(
@@ -23,7 +22,6 @@ def scaled_dot_product_attention(
     is_causal: bool | np.bool_ = False, scale: _Real | None = None, enable_gqa: bool | np.bool_ = False,
     *, rng: _Seed | None = None,
 ) -> NDArray[Any]: ...
-def sdpa(Q: _Array, K: _Array, V: _Array, mask: _Array | None = None) -> NDArray[Any]: ...
 @overload
 def attention(
     query: _Array, key: _Array, value: _Array, *, mask: _Array | None = None, causal: _Causal = False,
@@ -103,8 +101,3 @@ def attention_weights(
 def merge_attention(
     outs: Iterable[_Array], lses: Iterable[_Array]
 ) -> tuple[NDArray[Any], NDArray[Any]]: ...
-def softmax(x: _Array, axis: SupportsIndex = -1) -> NDArray[Any]: ...
-def multi_head_attention(
-    X: _Array, W_Q: _Array, W_K: _Array, W_V: _Array, W_O: _Array, h: SupportsIndex, *,
-    trace: _Trace | None = None,
-) -> NDArray[Any]: ...

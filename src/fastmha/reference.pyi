@@ -15,13 +15,11 @@ from .functional import (
     attention_backward,
     attention_weights,
     merge_attention,
-    multi_head_attention,
     scaled_dot_product_attention,
-    sdpa,
-    softmax,
 )
 from .multihead import _WeightSeed
 from .rope import alibi_slopes
+from .textbook import multi_head_attention, sdpa, softmax
 from .varlen import attention_varlen, attention_varlen_backward
 
 __all__ = [

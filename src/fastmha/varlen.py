@@ -63,6 +63,28 @@ def attention_varlen(
     >>> v = np.arange(5.0).reshape(5, 1, 1)
     >>> fastmha.attention_varlen(q, k, v, np.array([0, 2, 5])).ravel()
     array([0.5, 0.5, 3. , 3. , 3. ])
+
+    Here two queries have three keys, and three have four. Query and key of a row and a column
+    belong to the same sequence, and each option counts from its start:
+
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = (rng.normal(size=(n, 1, 4)) for n in (5, 7, 7))
+    >>> cu_q, cu_k = np.array([0, 2, 5]), np.array([0, 3, 7])
+    >>> of_q, of_k = (np.repeat([0, 1], np.diff(cu)) for cu in (cu_q, cu_k))  # of which sequence
+    >>> i, j = np.arange(5) - cu_q[of_q], np.arange(7) - cu_k[of_k]
+    >>> p = i + (np.diff(cu_k) - np.diff(cu_q))[of_q]  # bottom-right
+    >>> seen = (of_q[:, None] == of_k) & (j <= p[:, None])
+    >>> for row in seen:
+    ...     print(*np.where(row, "1", "."))
+    1 1 . . . . .
+    1 1 1 . . . .
+    . . . 1 1 . .
+    . . . 1 1 1 .
+    . . . 1 1 1 1
+    >>> e = np.where(seen, np.exp(q[:, 0] @ k[:, 0].T / np.sqrt(4)), 0)
+    >>> out = fastmha.attention_varlen(q, k, v, cu_q, cu_k, causal="bottom-right")
+    >>> np.allclose(e / e.sum(-1, keepdims=True) @ v[:, 0], out[:, 0])
+    True
     """
     problem = _problem.packed_problem(
         query,
