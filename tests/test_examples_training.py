@@ -79,8 +79,7 @@ def small_run(example):
 def test_the_loss_falls_and_the_run_repeats(example):
     losses, checks = small_run(example)
     assert 4.5 < checks[0] < 6  # the logarithm of the alphabet's size is 4.6
-    assert checks[-1] < 3.0
-    assert losses[-1] < 3.0
+    assert max(checks[-1], losses[-1]) < 3.1  # counted letters give 3.3
     assert small_run(example) == (losses, checks)
 
 
