@@ -605,22 +605,14 @@ def test_what_is_not_finite_goes_where_the_formulas_take_it(call, data):
 # --- scores of any finite size: rule 3.8 ----------------------------------------------------------
 
 
-def may_fail(request, size, kind, tolerance):
-    """Where the spacing of numbers at the maximum is more than the tolerance."""
-    if size * precision(np.dtype(kind))[0] > tolerance:
-        reason = "a log-sum-exp of the computation's precision does not hold the sum beside a huge maximum"
-        request.applymarker(pytest.mark.xfail(strict=False, reason=reason))
-
-
 @pytest.mark.parametrize("name", FLOATS)
 @pytest.mark.parametrize("bias", [-100, -1e4, -1e9, 1e9, -1e18, "least"])
-def test_a_row_whose_every_key_has_the_same_bias(request, name, bias):
+def test_a_row_whose_every_key_has_the_same_bias(name, bias):
     """It cancels out, however large: in the sum with it, the scores are lost, or nothing is."""
     dtype = as_dtype(name)
     kind = arithmetic(dtype).type
     bias = float(np.finfo(kind).min) if bias == "least" else bias
     tolerance = 1e-9 if kind == np.float64 else max(1e-4, 2 * precision(dtype)[0])
-    may_fail(request, abs(bias), kind, tolerance)
     q, k, v = (random(1, 2, n, 4, dtype=dtype, seed=n) for n in (5, 6, 6))
     q, k = np.round(q).astype(dtype), np.round(k).astype(dtype)  # scores are whole numbers
     mask = np.zeros((5, 6), kind)
@@ -647,10 +639,9 @@ def test_a_row_whose_every_key_has_the_same_bias(request, name, bias):
 
 @pytest.mark.parametrize("name", ["float64", "float32"])
 @pytest.mark.parametrize("score", [-100, 500, 1e3, 1e6, 1e8, 1e18, -1e18])
-def test_equal_scores_are_a_mean_however_large(request, name, score):
+def test_equal_scores_are_a_mean_however_large(name, score):
     dtype = as_dtype(name)
     tolerance = 1e-9 if dtype == np.float64 else 1e-4
-    may_fail(request, abs(score), dtype, tolerance)
     q, k, v = np.full((1, 1, 2, 1), score), np.ones((1, 1, 5, 1)), random(1, 1, 5, 3)
     call = Call(*(x.astype(dtype) for x in (q, k, v)), {"scale": 1.0})
     out, lse = forward(call)

@@ -25,6 +25,7 @@ cdef struct Panel:
     real *most                          # maximum of the scores so far
     real *total                         # sum of the weights so far
     real *grad                          # [e][row] of the output's gradient, going back
+    real *part                          # what the row's weights are multiplied with, going back
 
 
 cdef struct Block:

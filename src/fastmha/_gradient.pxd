@@ -11,17 +11,19 @@ Heads that share keys go one after the other; each sum has one fixed order.
 """
 from libc.string cimport memset
 
-from fastmha._atom cimport drop, score_tile, sum_values
-from fastmha._block cimport Block, Panel, entry, find_rows, per_head, rounded_up
+from fastmha._atom cimport drop, rescale, score_tile, sum_values
+from fastmha._block cimport (
+    Block, Panel, entry, find_rows, per_head, rounded_up, scaled_maximum, share,
+)
 from fastmha._call cimport ATOM, BLOCK, BLOCK_PANELS, BOUNDLESS, PANEL, Call
 from fastmha._math cimport exp2_scaled, vexp, vlog
 from fastmha._operand cimport MOST_AXES, Operand, load_lanes, load_row, locate, store_lanes, store_row
 from fastmha._rows cimport Rows, all_finite, ready
 from fastmha._simd cimport (
-    INFINITY, LANES, PANEL_VECTORS, REAL_MAX, TILE_ROWS, TINY, real, vabs, vec, vfma, vless, vload,
+    INFINITY, LANES, MANTISSA, PANEL_VECTORS, REAL_MAX, TILE_ROWS, TINY, real, vabs, vec, vfma, vless, vload,
     vloadu, vmax, vset, vstore,
 )
-from fastmha._stages cimport scale_scores
+from fastmha._stages cimport scale_scores, weigh
 from fastmha._storage cimport load_one
 from fastmha._team cimport look_for_signals
 from fastmha._tile cimport gradient_rows, outer_rows
@@ -60,7 +62,7 @@ cdef struct Head:
 cdef inline size_t head_bytes(const Gradient *g) noexcept nogil:
     cdef const Call *c = &g.c
     cdef Py_ssize_t rows = c.blocks * BLOCK
-    cdef Py_ssize_t reals = rows * (2 * c.d + c.e + 2 + g.d_pitch + g.e_pitch)
+    cdef Py_ssize_t reals = rows * (2 * c.d + c.e + 3 + g.d_pitch + g.e_pitch)
     reals += ATOM * PANEL * (3 + 2 * BLOCK_PANELS) + ATOM * (c.d + c.e)
     reals += g.chunk * (g.d_pitch + g.e_pitch)
     return rounded_up(c.blocks * sizeof(Block)) + rounded_up(c.blocks * sizeof(bint)) + rounded_up(
@@ -97,7 +99,8 @@ cdef inline void deal_head(const Gradient *g, char *scratch, Head *h) noexcept n
             p.grad = p.out + c.d * PANEL
             p.most = p.grad + c.e * PANEL
             p.total = p.most + PANEL
-            place = p.total + PANEL
+            p.part = p.total + PANEL
+            place = p.part + PANEL
     h.key_copy = place
     h.value_copy = h.key_copy + ATOM * c.d
 
@@ -127,6 +130,7 @@ cdef inline void pack_head(
         find_rows(c, (head + 1) * c.blocks - 1 - n, &h.blocks[n])
         pack_block(g, &h.blocks[n], n, grad + n * BLOCK * g.grad.row, out + n * BLOCK * g.out.row,
                    lse + n * BLOCK * g.lse.row, h)
+        divide_exactly(g, &h.blocks[n], h)
 
 
 cdef inline void find_index(const Call *c, Py_ssize_t head, Py_ssize_t *index) noexcept nogil:
@@ -141,8 +145,8 @@ cdef inline void pack_block(
 ) noexcept nogil:
     """One block: queries and gradients in both layouts, and what each row has to know of itself.
 
-    A row's `most` becomes what is subtracted from its scores, its `total` becomes delta. Rows that saw
-    nothing subtract infinity, and so weigh nothing.
+    A row's `most` becomes what is subtracted from its scores, its `total` becomes delta, its `part` is its
+    log-sum-exp for now. Rows that saw nothing subtract infinity, and so weigh nothing.
     """
     cdef const Call *c = &g.c
     cdef real *q_row = h.q_rows + n * BLOCK * g.d_pitch
@@ -197,6 +201,7 @@ cdef inline void pack_block(
                         load_row(b.q[row + r], c.q.storage, c.q.col, c.d, q_row + (row + r) * g.d_pitch)
                         load_row(rows[r], g.grad.storage, g.grad.col, c.e, grad_row + (row + r) * g.e_pitch)
             x = vloadu(lane)
+            vstore(p.part + v * LANES, x)
             if c.sinks != NULL:
                 x = with_sink(x, per_head(c.sinks, b, p, v))
             vstore(p.most + v * LANES, x / vset(c.scale) if c.raw else x)
@@ -217,6 +222,69 @@ cdef inline void memset_lanes(Panel *p, int v, Py_ssize_t d, Py_ssize_t e) noexc
         vstore(p.grad + i * PANEL + v * LANES, vset(0))
     vstore(p.most + v * LANES, vset(INFINITY))
     vstore(p.total + v * LANES, vset(0))
+    vstore(p.part + v * LANES, vset(INFINITY))
+
+
+cdef enum:
+    # Beyond it, a log-sum-exp is held with an error that shows in float's weights.
+    LARGE = 256
+
+
+cdef inline void divide_exactly(const Gradient *g, Block *b, Head *h) noexcept nogil:
+    """Fills the panels' `part`. A weight is exp(score - lse); but the number that holds a large log-sum-exp
+    does not hold the sum any more. For rows with one, a pass over the keys finds the maximum and the sum
+    again, as on the way there, and a weight is exp(score - maximum) / sum. If that is not the given
+    log-sum-exp, to a few roundings, it is one over more keys than these: then it is what counts."""
+    cdef const Call *c = &g.c
+    cdef Panel panel[BLOCK_PANELS]
+    cdef Panel *p
+    cdef vec large, lse, found, close
+    cdef real given
+    cdef bint some = False
+    cdef int i, v, r
+    for i in range(b.panels):
+        p = &panel[i]
+        p[0] = b.panel[i]
+        p.most = h.scores + i * 2 * PANEL        # where nothing lies yet
+        p.total = p.most + PANEL
+        for r in range(PANEL):
+            p.most[r], p.total[r] = -INFINITY, 0
+            given = b.panel[i].part[r]
+            some |= LARGE < given < INFINITY or -INFINITY < given < -LARGE
+    if some:
+        pass_over_scores(c, b, panel, h.key_copy)
+    for i in range(b.panels):
+        p = &b.panel[i]
+        for v in range(PANEL_VECTORS):
+            lse = vload(p.part + v * LANES)
+            large = vless(vset(LARGE), vabs(lse), vset(1), vset(0))
+            found = scaled_maximum(c, &panel[i], v) + vlog(vload(panel[i].total + v * LANES))
+            close = vabs(lse) * vset(<real>8 / <real>(1ULL << MANTISSA))
+            large = vless(vabs(found - lse), close, large, vset(0))
+            vstore(p.most + v * LANES, vless(vset(0), large, vload(panel[i].most + v * LANES),
+                                             vload(p.most + v * LANES)))
+            vstore(p.part + v * LANES, vless(vset(0), large, share(c, b, &panel[i], v), vset(1)))
+
+
+cdef inline void pass_over_scores(
+    const Call *c, const Block *b, Panel *panels, real *key_copy
+) noexcept nogil:
+    """The maxima of the scores, and the sums of the weights relative to them."""
+    cdef Py_ssize_t atom = max(<Py_ssize_t>0, b.lowest - c.left) // ATOM * ATOM, low, high
+    cdef Rows keys
+    cdef vec most[4]
+    cdef vec total[4]
+    cdef vec keep[4]
+    cdef vec add[4]
+    cdef int i
+    while atom < min(b.keys, b.highest + c.right + 1):
+        ready(&keys, &c.k, b.k, atom, min(<Py_ssize_t>ATOM, b.keys - atom), c.d, key_copy)
+        for i in range(b.panels):
+            score_tile(c, b, &panels[i], atom, &keys, NULL, &low, &high, most)
+            if low < high:
+                weigh(PANEL_VECTORS, low, high, b.tile, most, c.sharpness, total)
+                rescale(PANEL_VECTORS, c, &panels[i], most, total, keep, add)
+        atom += ATOM
 
 
 cdef inline vec with_sink(vec lse, vec sink) noexcept nogil:
@@ -238,6 +306,7 @@ cdef inline bint tile_gradients(
     cdef Py_ssize_t low, high, i
     cdef vec most[4]
     cdef vec delta[4]
+    cdef vec part[4]
     cdef vec x
     cdef real *place
     cdef const real *kept = NULL
@@ -249,12 +318,13 @@ cdef inline bint tile_gradients(
     for v in range(PANEL_VECTORS):
         most[v] = vload(p.most + v * LANES)
         delta[v] = vload(p.total + v * LANES)
+        part[v] = vload(p.part + v * LANES)
     for i in range(low, high):
         for v in range(PANEL_VECTORS):
             place = b.tile + (i * PANEL_VECTORS + v) * LANES
             # Selected, for the row's log-sum-exp may be NaN.
             x = vless(vload(place), vset(-REAL_MAX), vset(0),
-                      exp2_scaled(vload(place) - most[v], vset(c.sharpness)))
+                      exp2_scaled(vload(place) - most[v], vset(c.sharpness)) * part[v])
             vstore(weights + (i * PANEL_VECTORS + v) * LANES, x)
     if c.dropout.threshold:
         for i in range(low * PANEL_VECTORS, high * PANEL_VECTORS):
