@@ -70,7 +70,12 @@ def num_threads(n):
     Parameters
     ----------
     n : int
-        At least 1; errors as for `set_num_threads`.
+        At least 1.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `set_num_threads`.
 
     Examples
     --------

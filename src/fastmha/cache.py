@@ -97,10 +97,12 @@ class KVCache:
 
     @property
     def lengths(self):
+        """How many tokens each member has seen, (B,) int64: a copy."""
         return self._lengths.copy()
 
     @property
     def nbytes(self):
+        """What the storage takes up, in bytes."""
         return self._k.nbytes + self._v.nbytes
 
     def __repr__(self):
@@ -213,7 +215,18 @@ class KVCache:
         self._set_lengths(kept)
 
     def reset(self):
-        """Forget everything; the memory is kept for what comes next."""
+        """Forget everything; the memory is kept for what comes next.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import fastmha
+        >>> cache = fastmha.KVCache(1, 1, 4)
+        >>> cache.append(np.ones((1, 1, 3, 4)), np.ones((1, 1, 3, 4)))
+        >>> cache.reset()
+        >>> cache.lengths
+        array([0])
+        """
         self._last = 0
         self._set_lengths(np.zeros(self.batch, np.int64))
 

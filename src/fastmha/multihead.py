@@ -350,12 +350,28 @@ class MultiHeadAttention:
         Parameters
         ----------
         batch : int
+            Number of members B.
         capacity : int, optional
             The most tokens it can hold; None grows as needed.
 
         Returns
         -------
         KVCache
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `KVCache`.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import fastmha
+        >>> layer = fastmha.MultiHeadAttention(8, 2)
+        >>> cache = layer.make_cache(batch=1)
+        >>> y = layer(np.ones((1, 5, 8)), cache=cache)
+        >>> cache.lengths
+        array([5])
         """
         from .cache import KVCache
 

@@ -114,10 +114,12 @@ class PagedKVCache:
 
     @property
     def free_pages(self):
+        """How many pages no sequence uses."""
         return len(self._free)
 
     @property
     def nbytes(self):
+        """What the pages take up, in bytes."""
         return self._k.nbytes + self._v.nbytes
 
     def __repr__(self):
@@ -136,6 +138,14 @@ class PagedKVCache:
         -------
         int
             Its id, which no other sequence of this cache has had.
+
+        Examples
+        --------
+        >>> import fastmha
+        >>> cache = fastmha.PagedKVCache(8, 4, 1, 2)
+        >>> seq = cache.add_sequence()
+        >>> cache.length(seq)
+        0
         """
         return self._add(_Sequence())
 
@@ -159,6 +169,17 @@ class PagedKVCache:
         ------
         KeyError
             For an unknown id.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import fastmha
+        >>> cache = fastmha.PagedKVCache(8, 4, 1, 2)
+        >>> seq = cache.add_sequence()
+        >>> cache.append([seq], np.ones((1, 1, 6, 2)), np.ones((1, 1, 6, 2)))
+        >>> other = cache.fork(seq)
+        >>> cache.length(other), cache.free_pages
+        (6, 6)
         """
         other = self._find(seq)
         for page in other.pages.tolist():
@@ -171,11 +192,23 @@ class PagedKVCache:
         Parameters
         ----------
         seq : int
+            Its id, which is unknown from now on.
 
         Raises
         ------
         KeyError
             For an unknown id.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import fastmha
+        >>> cache = fastmha.PagedKVCache(8, 4, 1, 2)
+        >>> seq = cache.add_sequence()
+        >>> cache.append([seq], np.ones((1, 1, 6, 2)), np.ones((1, 1, 6, 2)))
+        >>> cache.free(seq)
+        >>> cache.free_pages
+        8
         """
         ended = self._find(seq)
         del self._sequences[seq]
@@ -191,6 +224,7 @@ class PagedKVCache:
         Parameters
         ----------
         seq : int
+            Its id.
 
         Returns
         -------
@@ -200,6 +234,16 @@ class PagedKVCache:
         ------
         KeyError
             For an unknown id.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import fastmha
+        >>> cache = fastmha.PagedKVCache(8, 4, 1, 2)
+        >>> seq = cache.add_sequence()
+        >>> cache.append([seq], np.ones((1, 1, 6, 2)), np.ones((1, 1, 6, 2)))
+        >>> cache.length(seq)
+        6
         """
         return self._find(seq).length
 
