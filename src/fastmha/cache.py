@@ -73,8 +73,8 @@ class KVCache:
     ...     k, v = rng.standard_normal((2, 1, 2, n, 8), np.float32)
     ...     cache.append(k, v)
     ...     out = cache.attend(rng.standard_normal((1, 4, n, 8), np.float32))
-    >>> out.shape, cache.lengths
-    ((1, 4, 1, 8), array([6]))
+    >>> out.shape, cache.lengths.tolist()
+    ((1, 4, 1, 8), [6])
     """
 
     def __init__(self, batch, n_kv_heads, d_k, d_v=None, *, capacity=None, window=None, dtype=np.float32):
@@ -154,8 +154,8 @@ class KVCache:
         >>> import fastmha
         >>> cache = fastmha.KVCache(2, 1, 4, capacity=8)
         >>> cache.append(np.ones((2, 1, 3, 4)), np.ones((2, 1, 3, 4)), lengths=[3, 1])
-        >>> cache.lengths
-        array([3, 1])
+        >>> cache.lengths.tolist()
+        [3, 1]
         """
         k = _cached.new_rows(k, "k", (self.batch, self.n_kv_heads, None, self.d_k))
         n = k.shape[2]
@@ -196,8 +196,8 @@ class KVCache:
         >>> cache = fastmha.KVCache(1, 1, 4)
         >>> cache.append(np.ones((1, 1, 3, 4)), np.ones((1, 1, 3, 4)))
         >>> cache.truncate(1)
-        >>> cache.lengths
-        array([1])
+        >>> cache.lengths.tolist()
+        [1]
         """
         if self.window is not None:
             raise ValueError(f"window: expected None where tokens go, got {self.window}")
@@ -224,8 +224,8 @@ class KVCache:
         >>> cache = fastmha.KVCache(1, 1, 4)
         >>> cache.append(np.ones((1, 1, 3, 4)), np.ones((1, 1, 3, 4)))
         >>> cache.reset()
-        >>> cache.lengths
-        array([0])
+        >>> cache.lengths.tolist()
+        [0]
         """
         self._last = 0
         self._set_lengths(np.zeros(self.batch, np.int64))

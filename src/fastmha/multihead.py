@@ -370,8 +370,8 @@ class MultiHeadAttention:
         >>> layer = fastmha.MultiHeadAttention(8, 2)
         >>> cache = layer.make_cache(batch=1)
         >>> y = layer(np.ones((1, 5, 8)), cache=cache)
-        >>> cache.lengths
-        array([5])
+        >>> cache.lengths.tolist()
+        [5]
         """
         from .cache import KVCache
 
