@@ -24,11 +24,11 @@ pytestmark = pytest.mark.skipif(not SOURCES.is_dir(), reason="not in a source tr
 LAYERS = [
     {"_build_config", "_cpu", "_team", "_dtypes", "_terminal"},
     {"_reference_arguments", "_reference_formulas"},
-    {"_kernels", "_problem", "_threads", "reference", "rope", "weights"},
+    {"_kernels", "_problem", "_threads", "reference", "weights"},
     {"_dispatch", "_mask"},
     {"_plan"},
     {"_execute"},
-    {"functional", "varlen"},
+    {"functional", "rope", "varlen"},
     {"_multihead_backward", "_multihead_call", "_cached", "textbook"},
     {"cache", "paged"},
     {"multihead", "plotting", "dask_array"},

@@ -117,6 +117,18 @@ def project(x, W, b, head_size=None):
     return out
 
 
+def rotate(x, cos, sin, interleaved):
+    """x (..., L, D), its pairs turned by angles (B or 1, L, pairs) in the arithmetic type, B the first of
+    three axes or more."""
+    out = np.empty(x.shape, x.dtype)
+    if x.size:
+        whole = (len(x) if x.ndim > 2 else 1, -1, *x.shape[-2:])
+        kernels(x.dtype).rotate(
+            x.reshape(whole), cos, sin, out.reshape(whole), storage(x.dtype), interleaved
+        )
+    return out
+
+
 def weigh(problem, heads, rows):
     """The probabilities (B, heads, rows, S), for lists of heads and rows (None: all)."""
     (B, H), L, S = problem.lead, problem.q.shape[2], problem.k.shape[2]

@@ -38,6 +38,7 @@ from fastmha._project cimport (
     PACKED_STEPS, Projection, blocks, pack_steps, packed_bytes, plan_projection, project_block,
 )
 from fastmha._quantise cimport quantise_row
+from fastmha._rotate cimport Rotation, rotate_row
 from fastmha._rows cimport Rows, fetch
 from fastmha._simd cimport (
     FUSED, INFINITY, LANES, PANEL_VECTORS, REAL_BYTES, TILE_ROWS, TINY, real, vec, vfma, vless, vload,
@@ -772,6 +773,66 @@ def project(x, w, bias, out, int w_storage, int out_storage):
     finally:
         for axis in range(4):
             PyBuffer_Release(&views[axis])
+
+
+# --- rotary positions --------------------------------------------------------------------------------
+
+cdef void rotate_piece(void *arg, Py_ssize_t piece, int slot) noexcept nogil:
+    cdef const Rotation *o = <const Rotation *>arg
+    cdef Py_ssize_t number
+    for number in range(piece * o.grain, min((piece + 1) * o.grain, o.total)):
+        rotate_row(o, number, <real *>(o.scratch + slot * o.slot_bytes))
+
+
+def rotate(x, cos, sin, out, int storage, bint interleaved):
+    """The rows of x (B, H, L, D), their pairs turned, into out of the same shape, both stored alike.
+
+    cos and sin (B or 1, L, pairs) hold reals, contiguous in the last axis; x's and out's strides are free.
+    """
+    cdef Py_buffer views[4]
+    cdef Rotation o
+    cdef Py_ssize_t pieces
+    cdef int i, threads
+    cdef Py_ssize_t lead[2]
+    cdef Scratch scratch
+    memset(views, 0, sizeof(views))
+    memset(&o, 0, sizeof(o))
+    try:
+        for i, array in enumerate((x, cos, sin, out)):
+            PyObject_GetBuffer(array, &views[i], PyBUF_STRIDED if i == 3 else PyBUF_STRIDED_RO)
+        if views[0].ndim != 4 or views[1].ndim != 3 or views[2].ndim != 3 or views[3].ndim != 4:
+            raise ValueError("arrays of too few or too many axes")
+        lead[0], lead[1] = views[3].shape[0], views[3].shape[1]
+        o.heads, o.rows, o.width = lead[1], views[3].shape[2], views[3].shape[3]
+        o.pairs, o.interleaved = views[1].shape[2], interleaved
+        bind(&o.x, &views[0], storage, 2, lead, o.rows, o.width)
+        bind(&o.out, &views[3], storage, 2, lead, o.rows, o.width)
+        bind(&o.cos, &views[1], REAL, 1, lead, o.rows, o.pairs)
+        bind(&o.sin, &views[2], REAL, 1, lead, o.rows, o.pairs)
+        if 2 * o.pairs > o.width or views[0].shape[0] != lead[0] or views[0].shape[1] != lead[1]:
+            raise ValueError("arrays whose shapes do not fit")
+        for i in range(1, 3):
+            if views[i].shape[0] not in (1, lead[0]) or views[i].strides[0] % sizeof(real):
+                raise ValueError("arrays whose shapes do not fit")
+            if o.pairs > 1 and views[i].strides[2] != sizeof(real) or views[i].strides[1] % sizeof(real):
+                raise ValueError("angles are not contiguous in their last axis")
+        o.total = lead[0] * lead[1] * o.rows
+        o.grain = max(<Py_ssize_t>1, 65536 // max(<Py_ssize_t>1, o.width))
+        pieces = (o.total + o.grain - 1) // o.grain
+        threads = <int>max(<Py_ssize_t>1, min(<Py_ssize_t>thread_limit(), pieces))
+        o.slot_bytes = (2 * o.width * sizeof(real) + 63) // 64 * 64
+        scratch = take_scratch(o.slot_bytes * threads)
+        if scratch.start == NULL:
+            raise MemoryError("no memory for the kernel's scratch")
+        o.scratch = <char *>scratch.start
+        try:
+            with nogil:
+                parallel_for(rotate_piece, &o, pieces, threads)
+        finally:
+            give_scratch(scratch)
+    finally:
+        for i in range(4):
+            PyBuffer_Release(&views[i])
 
 
 # --- the machine's limit -----------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import operator
 import numpy as np
 
 from ._dtypes import computed_in, float_array
+from ._execute import rotate
 
 __all__ = ["Rope", "alibi_slopes"]
 
@@ -143,7 +144,7 @@ class Rope:
                [0.0969, 1.4109]])
         """
         x, cos, sin = self._prepare(x, positions)
-        return self._rotate(x, cos, sin)
+        return rotate(x, cos, sin, self.interleaved)
 
     def inverse(self, x, positions):
         """Undo the rotation: ``rope.inverse(rope(x, positions), positions)`` is x, rounded.
@@ -161,7 +162,7 @@ class Rope:
         """
         x, cos, sin = self._prepare(x, positions)
         square = self.attention_factor**2  # the tables hold the factor once
-        return self._rotate(x, cos / square, -sin / square)
+        return rotate(x, cos / square, -sin / square, self.interleaved)
 
     def backward(self, grad, positions):
         """The gradient of x, from that of ``rope(x, positions)``.
@@ -179,7 +180,7 @@ class Rope:
         array([[ 0.5403, -0.8415]])
         """
         grad, cos, sin = self._prepare(grad, positions)
-        return self._rotate(grad, cos, -sin)
+        return rotate(grad, cos, -sin, self.interleaved)
 
     def __repr__(self):
         return (
@@ -191,7 +192,7 @@ class Rope:
         return {name: value for name, value in self.__dict__.items() if name != "_tables"}
 
     def _prepare(self, x, positions):
-        """x as an array, and cosines and sines that broadcast against (..., L, dim/2) of it."""
+        """x as an array, and the cosines and sines (B or 1, L, dim/2) of its positions."""
         x = float_array(x, "x")
         if x.ndim < 2 or x.shape[-1] < self.dim:
             raise ValueError(f"x: expected (..., L, D) with D >= dim={self.dim}, got {x.shape}")
@@ -202,10 +203,7 @@ class Rope:
         if p.shape != (L,) and (x.ndim < 3 or p.shape not in ((len(x), L), (1, L))):
             wanted = f"({L},)" if x.ndim < 3 else f"({L},) or ({len(x)}, {L})"
             raise ValueError(f"positions: expected shape {wanted}, got {p.shape}")
-        cos, sin = self._cos_sin(p, computed_in(x.dtype))
-        if p.ndim == 2:
-            between = (len(p), *(1,) * (x.ndim - 3), *cos.shape[1:])
-            cos, sin = cos.reshape(between), sin.reshape(between)
+        cos, sin = self._cos_sin(p if p.ndim == 2 else p[None], computed_in(x.dtype))
         return x, cos, sin
 
     def _cos_sin(self, p, dtype):
@@ -226,22 +224,6 @@ class Rope:
             tables = (wanted, cos.astype(dtype, copy=False), sin.astype(dtype, copy=False))
             self._tables = tables
         return tables[1:]
-
-    def _rotate(self, x, cos, sin):
-        """(..., L, D) with its pairs turned; cos and sin broadcast against (..., L, dim/2)."""
-        dim, half = self.dim, self.dim // 2
-        if self.interleaved:
-            first, second = slice(0, dim, 2), slice(1, dim, 2)
-        else:
-            first, second = slice(0, half), slice(half, dim)
-        y = np.empty(x.shape, x.dtype)
-        if dim < x.shape[-1]:
-            y[..., dim:] = x[..., dim:]
-        with np.errstate(all="ignore"):  # infinities and NaN are the caller's
-            a, b = (x[..., part].astype(cos.dtype, copy=False) for part in (first, second))
-            y[..., first] = a * cos - b * sin
-            y[..., second] = b * cos + a * sin
-        return y
 
 
 # --- scaling --------------------------------------------------------------------------------------
