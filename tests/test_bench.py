@@ -1,12 +1,10 @@
 """The benchmark: its table, its counts, its competitors, and what it prints and writes."""
 
-import importlib.util
 import io
 import itertools
 import json
 import math
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -474,42 +472,26 @@ def test_cpu_model_is_known():
 # The picture
 
 
-def load_plot():
-    path = Path(__file__).parents[1] / "benchmarks" / "plot.py"
-    if not path.exists():
-        pytest.skip("benchmarks/ is not here")
-    spec = importlib.util.spec_from_file_location("plot", path)
-    plot = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(plot)
-    return plot
-
-
-def test_picture_from_json(tmp_path):
+def test_picture_of_a_sweep(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    plot = load_plot()
     records = [
         record
         for case in bench.chosen_cases(["-L64", "-L128"], sweep="length")
         for record in bench.run_case(case, [1], ["fastmha", "numpy"], BRIEF)
     ]
-    data = {**bench._header(BRIEF), "results": records}
-    lines = plot.curves(data, True, 1)
+    messages = [{"header": bench._header(BRIEF)}, *({"record": record} for record in records)]
+    monkeypatch.setattr(bench, "_ask", lambda request: iter(messages))
+    cases = bench.chosen_cases(["-L64", "-L128"], sweep="length")
+    path = tmp_path / "sweep.png"
+    options = {"plot_file": str(path), "terminal": PlainTerminal(io.StringIO())}
+    assert bench.run_bench(cases, threads=[1], **options) == 0
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10000
+
+    from fastmha.plotting import curves
+
+    lines = curves({"results": records}, True, 1)
     assert {name: [x for x, _ in points] for name, points in lines.items()} == {
         "fastmha": [64, 128],
         "numpy": [64, 128],
         "limit": [64, 128],
     }
-    (tmp_path / "sweep.json").write_text(json.dumps(data))
-    arguments = [str(tmp_path / "sweep.json"), "-o", str(tmp_path / "sweep.png")]
-    assert plot.main(arguments) == 0
-    assert (tmp_path / "sweep.png").stat().st_size > 10000
-    with pytest.raises(SystemExit):
-        plot.main([*arguments, "--threads", "99"])
-
-
-def test_picture_of_something_else(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    (tmp_path / "other.json").write_text("[]")
-    with pytest.raises(SystemExit):
-        load_plot().main([str(tmp_path / "other.json")])
-    assert "expected what `fastmha bench --json` writes" in capsys.readouterr().err

@@ -33,7 +33,7 @@ LAYERS = [
     {"cache", "paged"},
     {"multihead", "plotting", "dask_array"},
     {"__init__"},
-    {"_bench_cases", "demo"},
+    {"integrations", "_bench_cases", "demo"},
     {"_bench_rivals"},
     {"bench"},
     {"__main__"},
@@ -47,12 +47,15 @@ ORACLE = {"reference", "_reference_arguments", "_reference_formulas"}
 LIMITS = {".py": 600, ".pyx": 1200, ".pxd": 1200, ".h": 500, "meson.build": 110, "reference.py": 750}
 
 MODULES = sorted(path.stem for path in SOURCES.glob("*.py"))
+# By the name of the folder, which has one layer and a module for each other library.
+MODULES += sorted(f"integrations.{path.stem}" for path in SOURCES.glob("integrations/[!_]*.py"))
 PUBLIC = [module for module in MODULES if not module.startswith("_")]
 SURFACE = fastmha.__all__
 
 
 def tree(module):
-    return ast.parse((SOURCES / f"{module}.py").read_text(encoding="utf-8"))
+    path = SOURCES / f"{module.replace('.', '/')}.py"
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def imported(module):
@@ -97,8 +100,9 @@ def test_no_module_has_two_layers():
 
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_go_down_the_layers(module):
-    assert module in LAYER, f"{module}.py: give it a place in LAYERS"
-    up = {name for name in imported(module) if LAYER[name] >= LAYER[module]}
+    place = module.partition(".")[0]
+    assert place in LAYER, f"{module}.py: give it a place in LAYERS"
+    up = {name for name in imported(module) if LAYER[name] >= LAYER[place]}
     assert not up, f"{module} imports {up}, which are not below it"
 
 
@@ -159,8 +163,8 @@ def test_examples_of_the_package_run():
 
 def test_meson_installs_every_file():
     text = (SOURCES / "meson.build").read_text(encoding="utf-8")
-    named = set(re.findall(r"'([\w.]+)'", text))
-    present = {path.name for path in SOURCES.iterdir()}
+    named = set(re.findall(r"'([\w./]+)'", text))
+    present = {path.relative_to(SOURCES).as_posix() for path in SOURCES.rglob("*.*")}
     present = {name for name in present if name.endswith((".py", ".pyi", ".typed"))}
     assert not present - named, "not named in src/fastmha/meson.build"
     missing = {name for name in named if name.endswith((".py", ".pyi")) and name not in present}
@@ -186,7 +190,7 @@ def test_the_version_is_the_same_everywhere():
     assert re.search(r"^## \[?([\d.]+)", changes, re.MULTILINE)[1] == meson
 
 
-SIZED = [path for path in SOURCES.glob("*") if {path.name, path.suffix} & set(LIMITS)]
+SIZED = [path for path in SOURCES.rglob("*") if {path.name, path.suffix} & set(LIMITS)]
 
 
 @pytest.mark.parametrize("path", [*SIZED, ROOT / "meson.build"], ids=lambda path: path.name)

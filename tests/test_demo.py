@@ -156,6 +156,28 @@ def test_arguments_that_cannot_serve(trained, arguments, message):
         demo.run_demo(_terminal.PlainTerminal(io.StringIO()), lengths=(), **arguments)
 
 
+def test_picture_of_the_map(trained, tmp_path):
+    pytest.importorskip("matplotlib")
+    path, stream = tmp_path / "map.png", io.StringIO()
+    demo.run_demo(
+        _terminal.PlainTerminal(stream), text="The Queen said", lengths=(), plot_file=str(path)
+    )
+    assert f"wrote {path}" in stream.getvalue()
+    from matplotlib.image import imread
+
+    picture = imread(path)[..., :3]
+    assert picture.shape == (896, 1024, 3)
+    from fastmha.plotting import HIDDEN
+
+    grey = np.array([int(HIDDEN[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    hidden = (np.abs(picture - grey) < 1e-3).all(axis=-1)
+    # The upper triangle: more at the right than at the left, more at the top than at the bottom.
+    rows, columns = hidden.nonzero()
+    assert hidden.mean() > 0.15
+    assert hidden[: rows.mean().astype(int)].sum() > hidden[rows.mean().astype(int) :].sum()
+    assert columns.mean() > rows.mean()
+
+
 def test_missing_model_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "glassllm", None)
     with pytest.raises(SystemExit, match=r"pip install 'fastmha\[demo\]'"):

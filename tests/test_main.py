@@ -184,6 +184,38 @@ def test_bench_arguments_arrive(monkeypatch):
     assert cli.main(["bench", "--sweep", "length", "--quick", "--no-numpy", "--no-torch"]) == 0
     assert seen["use_onnxruntime"] and not seen["use_numpy"] and not seen["use_torch"]
     assert seen["quick"] and "full-L16384" not in seen["cases"]
+    assert seen["plot_file"] is None
+
+
+def test_bench_plot_means_a_sweep(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    from fastmha import bench
+
+    seen = {}
+    monkeypatch.setattr(bench, "run_bench", lambda cases, **options: seen.update(options, cases=cases))
+    file = str(tmp_path / "sweep.svg")
+    cli.main(["bench", "--plot", file])
+    assert seen["plot_file"] == file and seen["use_onnxruntime"]
+    assert seen["cases"] == bench.chosen_cases(sweep="length")
+
+
+@pytest.mark.parametrize("command", ["bench", "demo"])
+@pytest.mark.parametrize("file", [os.path.join("no", "such", "folder", "x.png"), "x.unknown"])
+def test_pictures_that_cannot_be_written(command, file, capsys):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(SystemExit) as stop:
+        cli.main([command, "--plot", file])
+    assert stop.value.code == 2
+    assert f"--plot: cannot write {file}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["bench", "demo"])
+def test_pictures_without_matplotlib(command, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SystemExit) as stop:
+        cli.main([command, "--plot", "x.png"])
+    assert stop.value.code == 2
+    assert "pip install 'fastmha[plot]'" in capsys.readouterr().err
 
 
 def test_demo_arguments_arrive(monkeypatch):

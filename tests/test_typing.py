@@ -1,5 +1,6 @@
 """The stubs: a typed program passes the checker and runs, and they say what the modules hold."""
 
+import importlib.util
 import inspect
 import os
 import runpy
@@ -15,6 +16,8 @@ from fastmha import _dispatch, reference
 
 HERE = Path(__file__).parent
 PACKAGE = Path(fastmha.__file__).parent
+# Modules that cannot be imported without another library.
+OPTIONAL = {"plotting": "matplotlib", "transformers": "transformers"}
 EXAMPLE = HERE / "typing_example.py"
 
 needs_processes = pytest.mark.skipif(
@@ -29,8 +32,11 @@ def stubs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stubs")
     package = folder / "fastmha"
     package.mkdir()
-    for stub in PACKAGE.glob("*.pyi"):
-        shutil.copy(stub, package)
+    for stub in [*PACKAGE.glob("*.pyi"), *PACKAGE.glob("*/*.pyi")]:
+        library = OPTIONAL.get(stub.stem)
+        if library is None or importlib.util.find_spec(library):
+            (package / stub.relative_to(PACKAGE)).parent.mkdir(exist_ok=True)
+            shutil.copy(stub, package / stub.relative_to(PACKAGE))
     for isa in _dispatch.isas:
         for precision in ("f32", "f64"):
             shutil.copy(package / "_kernels.pyi", package / f"_kernels_{isa}_{precision}.pyi")
@@ -51,7 +57,8 @@ def run_module(folder, *arguments):
 
 
 def test_every_public_module_has_a_stub():
-    public = [path for path in PACKAGE.glob("*.py") if not path.stem.startswith("_")]
+    modules = [*PACKAGE.glob("*.py"), *PACKAGE.glob("integrations/*.py")]
+    public = [path for path in modules if not path.stem.startswith("_")]
     without = [path.name for path in public if not path.with_suffix(".pyi").exists()]
     assert not without
     assert (PACKAGE / "__init__.pyi").exists()
@@ -67,7 +74,7 @@ def test_the_example_runs(capsys):
 @needs_processes
 def test_the_strict_checker_finds_nothing(stubs):
     pytest.importorskip("mypy")
-    files = sorted((stubs / "fastmha").glob("*.pyi"))
+    files = sorted((stubs / "fastmha").rglob("*.pyi"))
     options = ["--strict", "--config-file=", "--no-incremental", "--cache-dir", stubs / "cache"]
     run_module(stubs, "mypy", *options, EXAMPLE, *files)
 

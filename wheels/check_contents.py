@@ -13,6 +13,7 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parents[1] / "src" / "fastmha"
 LARGEST = 3_000_000
+PYTHON = (".py", ".pyi")
 
 # The last part of a platform tag: the instruction sets of its kernels.
 ISAS = {
@@ -34,7 +35,7 @@ def expected(name):
     modules = ["_cpu", "_team"]
     modules += [f"_kernels_{isa}_{real}" for isa in isas(platform) for real in ("f32", "f64")]
     suffix = extension_suffix(python, abi, platform)
-    files = [path.name for path in SOURCES.iterdir() if path.suffix in (".py", ".pyi")]
+    files = [path.relative_to(SOURCES).as_posix() for path in SOURCES.rglob("*.py*") if path.suffix in PYTHON]
     files += ["py.typed", "_build_config.py", *(module + suffix for module in modules)]
     info = ["METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE"]
     return {f"fastmha/{file}" for file in files} | {f"fastmha-{version}.dist-info/{file}" for file in info}

@@ -86,6 +86,7 @@ def _parser():
     add("--repeat", type=_count, metavar="N", help="number of rounds, of which medians are shown")
     add("--sweep", choices=["length"], help="measure throughput against length instead")
     add("--json", metavar="FILE", help="write all figures there too; -: to standard output")
+    add("--plot", metavar="FILE", help="draw throughput against length there; means --sweep length")
     add("--no-numpy", action="store_true", help="leave NumPy out")
     add("--no-torch", action="store_true", help="leave PyTorch out")
 
@@ -96,6 +97,7 @@ def _parser():
     add("--tokens", type=_count, metavar="N", help="how many tokens to continue it by")
     add("--layer", type=int, help="the layer of the attention map, from 0")
     add("--head", type=int, help="its head, from 0")
+    add("--plot", metavar="FILE", help="draw the attention map there too")
     add(
         "--lengths",
         nargs="*",
@@ -122,7 +124,8 @@ def _count(text):
 def _bench(arguments):
     from fastmha import bench
 
-    cases = bench.chosen_cases(arguments.case, sweep=arguments.sweep, quick=arguments.quick)
+    sweep = arguments.sweep or ("length" if arguments.plot else None)
+    cases = bench.chosen_cases(arguments.case, sweep=sweep, quick=arguments.quick)
     if not cases:
         arguments.parser.error(
             f"--case: expected a part of a case's name, got {', '.join(arguments.case)}; "
@@ -136,30 +139,48 @@ def _bench(arguments):
             open(arguments.json, "a").close()
         except OSError as error:
             arguments.parser.error(f"--json: cannot write {arguments.json}: {error.strerror}")
+    _check_plot(arguments)
     return bench.run_bench(
         cases,
         threads=arguments.threads,
         quick=arguments.quick,
         repeat=arguments.repeat,
         json_file=arguments.json,
+        plot_file=arguments.plot,
         use_numpy=not arguments.no_numpy,
         use_torch=not arguments.no_torch,
-        use_onnxruntime=arguments.sweep is not None,
+        use_onnxruntime=sweep is not None,
     )
 
 
 def _demo(arguments):
     from fastmha.demo import run_demo
 
+    _check_plot(arguments)
     names = {
         "text": arguments.text,
         "n_new": arguments.tokens,
         "layer": arguments.layer,
         "head": arguments.head,
         "lengths": arguments.lengths,
+        "plot_file": arguments.plot,
     }
     run_demo(**{name: value for name, value in names.items() if value is not None})
     return 0
+
+
+def _check_plot(arguments):
+    """Complain about a picture that cannot be written before everything is computed."""
+    if arguments.plot is None:
+        return
+    try:
+        from matplotlib.figure import Figure
+
+        Figure().savefig(arguments.plot)
+    except ImportError:
+        arguments.parser.error("--plot: needs matplotlib: pip install 'fastmha[plot]'")
+    except (OSError, ValueError) as error:
+        arguments.parser.error(f"--plot: cannot write {arguments.plot}: {error}")
 
 
 def _info(arguments):

@@ -355,6 +355,7 @@ def run_bench(
     quick=False,
     repeat=None,
     json_file=None,
+    plot_file=None,
     use_numpy=True,
     use_torch=True,
     use_onnxruntime=False,
@@ -374,6 +375,8 @@ def run_bench(
         Number of rounds.
     json_file : str, optional
         Where to write all figures; "-": standard output, and the tables to standard error.
+    plot_file : str, optional
+        Where to draw them, if they are throughput against length.
     use_numpy, use_torch, use_onnxruntime : bool, optional
         Whether they compete, where they are installed.
     terminal : PlainTerminal or RichTerminal, optional
@@ -408,6 +411,11 @@ def run_bench(
             print(text)
         else:
             Path(json_file).write_text(text + "\n", encoding="utf-8")
+    if plot_file and records:
+        from fastmha import plotting
+
+        data = {**header, "results": records}
+        plotting.save(plot_file, (11, 4.4), lambda figure: plotting.plot_throughput(data, figure=figure))
     _show(terminal, records)
     failures = [f"{record['case']}: {_failure(record)}" for record in records if _failure(record)]
     failures += [str(ending)] if isinstance(ending, ChildProcessError) else []

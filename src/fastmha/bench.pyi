@@ -39,7 +39,8 @@ def chosen_cases(
 ) -> tuple[Case, ...]: ...
 def run_bench(
     cases: Sequence[Case], *, threads: Sequence[int] | None = None, quick: bool = False,
-    repeat: int | None = None, json_file: str | None = None, use_numpy: bool = True, use_torch: bool = True,
-    use_onnxruntime: bool = False, terminal: PlainTerminal | RichTerminal | None = None,
+    repeat: int | None = None, json_file: str | None = None, plot_file: str | None = None,
+    use_numpy: bool = True, use_torch: bool = True, use_onnxruntime: bool = False,
+    terminal: PlainTerminal | RichTerminal | None = None,
 ) -> int: ...
 def list_cases(cases: Sequence[Case], file: TextIO | None = None) -> None: ...

@@ -26,6 +26,7 @@ __all__ = [
     "forward",
     "load_model",
     "run_demo",
+    "save_map",
     "show_agreement",
     "show_map",
     "show_next",
@@ -40,7 +41,9 @@ LOGIT_TOLERANCE = 1e-5  # both relative to the largest value
 CLASS_TOLERANCE = 1e-12
 
 
-def run_demo(terminal=None, *, text=TEXT, n_new=24, layer=1, head=0, lengths=LENGTHS):
+def run_demo(
+    terminal=None, *, text=TEXT, n_new=24, layer=1, head=0, lengths=LENGTHS, plot_file=None
+):
     """Run the whole demo.
 
     Parameters
@@ -55,6 +58,8 @@ def run_demo(terminal=None, *, text=TEXT, n_new=24, layer=1, head=0, lengths=LEN
         The attention map to draw, counted from 0. The default is a head that looks back one token.
     lengths : sequence of int, optional
         Sequence lengths to time the drop-in class at; none: no timing.
+    plot_file : str, optional
+        Where to draw the attention map of the whole sentence too; needs matplotlib.
 
     Raises
     ------
@@ -72,6 +77,9 @@ def run_demo(terminal=None, *, text=TEXT, n_new=24, layer=1, head=0, lengths=LEN
     show_agreement(terminal, model, tokenizer, ids)
     show_next(terminal, model, tokenizer, ids, n_new)
     show_map(terminal, model, tokenizer, ids, layer, head)
+    if plot_file is not None:
+        save_map(plot_file, model, tokenizer, ids, layer, head)
+        terminal.line(f"wrote {plot_file}")
     if len(lengths):
         show_timings(terminal, lengths)
 
@@ -246,6 +254,21 @@ def show_map(terminal, model, tokenizer, ids, layer, head):
         note = f"{labels[strongest]} {row[strongest]:.0%}"
         terminal.shades(label.rjust(margin - 1) + " ", seen + hidden, note)
     terminal.shade_legend(" " * margin)
+
+
+def save_map(file, model, tokenizer, ids, layer, head):
+    """Draw the same as a picture, of all tokens."""
+    from fastmha.plotting import plot_attention, save
+
+    _, heads = forward(model, ids)
+    title = f"layer {layer}, head {head}"
+
+    def fill(figure):
+        ax = figure.subplots()
+        labels = _labels(tokenizer, ids)
+        plot_attention(*heads[layer], head=head, causal=True, tokens=labels, ax=ax).set_title(title)
+
+    save(file, (6.4, 5.6), fill)
 
 
 def _labels(tokenizer, ids, longest=9):

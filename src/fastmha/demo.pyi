@@ -13,6 +13,7 @@ __all__ = [
     "forward",
     "load_model",
     "run_demo",
+    "save_map",
     "show_agreement",
     "show_map",
     "show_next",
@@ -24,7 +25,7 @@ _Terminal: TypeAlias = PlainTerminal | RichTerminal
 
 def run_demo(
     terminal: _Terminal | None = None, *, text: str = ..., n_new: int = 24, layer: int = 1, head: int = 0,
-    lengths: Sequence[int] = ...,
+    lengths: Sequence[int] = ..., plot_file: str | None = None,
 ) -> None: ...
 def load_model() -> tuple[Any, Any]: ...
 def forward(
@@ -38,6 +39,9 @@ def show_next(
 ) -> None: ...
 def show_map(
     terminal: _Terminal, model: Any, tokenizer: Any, ids: Sequence[int], layer: int, head: int
+) -> None: ...
+def save_map(
+    file: str, model: Any, tokenizer: Any, ids: Sequence[int], layer: int, head: int
 ) -> None: ...
 
 class TextbookAttention:
