@@ -39,9 +39,9 @@ def pixels(figure):
     return np.asarray(canvas.buffer_rgba())[..., :3]
 
 
-def cells(ax, n_rows, n_columns):
+def cells(ax, n_rows, n_columns, picture=None):
     """The colour (n_rows, n_columns, 3) in the middle of each cell of a map."""
-    picture = pixels(ax.figure)
+    picture = pixels(ax.figure) if picture is None else picture
     x, y = np.meshgrid(np.arange(n_columns), np.arange(n_rows))
     places = ax.transData.transform(np.column_stack([x.ravel(), y.ravel()]).astype(float))
     columns, rows = np.floor(places).astype(int).T
@@ -196,7 +196,7 @@ def test_a_grid_of_heads():
     for ax, expected in zip(axes, weights, strict=True):
         assert np.array_equal(map_of(ax).filled(0), expected)
         assert ax.images[0].norm.vmax == weights.max()
-        assert np.array_equal(is_hidden(cells(ax, 12, 12)), ~np.tri(12, dtype=bool))
+        assert np.array_equal(is_hidden(cells(ax, 12, 12, picture)), ~np.tri(12, dtype=bool))
     boxes = [ax.get_tightbbox() for ax in figure.axes]
     assert all(box.x0 >= 0 and box.y0 >= 0 for box in boxes)
     assert all(box.x1 <= picture.shape[1] and box.y1 <= picture.shape[0] for box in boxes)
@@ -263,6 +263,17 @@ def test_what_sees_nothing_has_no_entropy():
 def test_mistakes_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         plotting.plot_attention(*inputs(5, 9), **options)
+
+
+def test_mistakes_in_arrays_and_heads_are_named():
+    q, k = inputs(5, 9)
+    with pytest.raises(ValueError, match="key: expected 4 axes, got 3"):
+        plotting.plot_attention(q, k[0])
+    with pytest.raises(TypeError, match="integer"):
+        plotting.plot_attention(q, k, head=[0, 1])
+    for plot in (plotting.plot_heads, plotting.plot_entropy):
+        with pytest.raises(ValueError, match="heads: expected at least one, got none"):
+            plot(q, k, heads=[])
 
 
 # --- throughput -------------------------------------------------------------------------------------

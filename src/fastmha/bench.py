@@ -411,12 +411,12 @@ def run_bench(
             print(text)
         else:
             Path(json_file).write_text(text + "\n", encoding="utf-8")
+    _show(terminal, records)
     if plot_file and records:
         from fastmha import plotting
 
         data = {**header, "results": records}
         plotting.save(plot_file, (11, 4.4), lambda figure: plotting.plot_throughput(data, figure=figure))
-    _show(terminal, records)
     failures = [f"{record['case']}: {_failure(record)}" for record in records if _failure(record)]
     failures += [str(ending)] if isinstance(ending, ChildProcessError) else []
     for failure in failures:

@@ -7,6 +7,7 @@ time; no L x S array is made.
 """
 
 import math
+import operator
 import statistics
 
 import numpy as np
@@ -79,7 +80,7 @@ def plot_attention(
     """
     call = Call(query, key, member, rows, options)
     tokens, key_tokens = labels(tokens, key_tokens, call.L, call.S)
-    (head,) = call.chosen(head)
+    (head,) = call.chosen(operator.index(head))
     weights = call.map(head)
     ax = new_axes(1, 1, SIZE)[0, 0] if ax is None else ax
     scale(draw(ax, weights, call.rows, call.S, tokens, key_tokens), ax, len(call.rows), call.S)
@@ -336,6 +337,9 @@ class Call:
 
     def __init__(self, query, key, member, rows, options):
         self.query, self.key, self.options = np.asarray(query), np.asarray(key), dict(options)
+        for x, name in ((self.query, "query"), (self.key, "key")):
+            if x.ndim != 4:
+                raise ValueError(f"{name}: expected 4 axes, got {x.ndim} (shape {x.shape})")
         heads, self.queries = (1, 2) if options.get("layout", "BHLD") == "BHLD" else (2, 1)
         self.H, self.L = self.query.shape[heads], self.query.shape[self.queries]
         self.S = self.key.shape[self.queries]
@@ -354,6 +358,8 @@ class Call:
 
     def chosen(self, heads):
         heads = chosen(heads, "heads", self.H)
+        if heads == []:
+            raise ValueError("heads: expected at least one, got none")
         return list(range(self.H)) if heads is None else heads
 
     def weights(self, head, height=1):

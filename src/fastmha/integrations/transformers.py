@@ -113,8 +113,8 @@ def mask(
     device="cpu",
     **others,
 ):
-    """What transformers calls once a forward pass, as a `Mask` where it is causal, a window, padding
-    or several of these, and as a stored one else. Its arguments are those of `sdpa_mask`."""
+    """What transformers calls once a forward pass, with the arguments of `sdpa_mask`. The `Mask` has
+    words for causality, a window, padding, and several of these together."""
 
     def store():
         return masking_utils.sdpa_mask(
