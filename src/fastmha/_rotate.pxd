@@ -28,7 +28,8 @@ cdef inline void turn(
 
 cdef inline void rotate_row(const Rotation *o, Py_ssize_t number, real *x) noexcept nogil:
     """A row, counted through all; x is room for it, twice."""
-    cdef Py_ssize_t row = number % o.rows, head = number // o.rows % o.heads, member = number // o.rows // o.heads
+    cdef Py_ssize_t row = number % o.rows, head = number // o.rows % o.heads
+    cdef Py_ssize_t member = number // o.rows // o.heads
     cdef Py_ssize_t angle = member * o.cos.lead[0] + row * o.cos.row, i
     cdef const real *cos = <const real *>(o.cos.data + angle)
     cdef const real *sin = <const real *>(o.sin.data + angle)
