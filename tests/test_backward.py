@@ -547,19 +547,21 @@ def test_A1_rows_that_see_nothing_have_zero_gradients(name, kind, H, L):
 @pytest.mark.parametrize("name", FLOATS)
 @pytest.mark.parametrize("where", ["query", "grad_out"])
 @pytest.mark.parametrize("S", [40, 2000])
-def test_a_row_of_nan_touches_the_keys_that_it_sees(name, where, S):
+@pytest.mark.parametrize("dropout", [{}, {"dropout_p": 0.5, "rng": 3}], ids=["all", "dropped"])
+def test_a_row_of_nan_touches_the_keys_that_it_sees(name, where, S, dropout):
+    """And those that dropout takes from it: 0 * NaN is NaN."""
     dtype = as_dtype(name)
     q, k, v = (random(1, 2, n, 5, dtype=dtype, seed=n) for n in (40, S, S))
     q[:, 1] = 0  # another head
     mask = np.tri(40, S, dtype=bool)
     mask[:, 39:] = True
     mask[7, 20:] = False
-    call = Call(q, k, v, {"mask": mask})
+    call = Call(q, k, v, {"mask": mask} | dropout)
     out, lse = forward(call)
     grad = gradient_like(out)
     without = mask.copy()
     without[7] = False
-    others = Call(q, k, v, {"mask": without})
+    others = Call(q, k, v, {"mask": without} | dropout)
     expected = backward(others, grad, *forward(others))
     (q if where == "query" else grad)[:, 0, 7] = np.nan
     out, lse = forward(call)

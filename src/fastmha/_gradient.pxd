@@ -307,7 +307,7 @@ cdef inline bint tile_gradients(
     cdef vec most[4]
     cdef vec delta[4]
     cdef vec part[4]
-    cdef vec x
+    cdef vec x, factor
     cdef real *place
     cdef const real *kept = NULL
     cdef int v
@@ -334,7 +334,11 @@ cdef inline bint tile_gradients(
     gradient_keys(c, values, low, high, p.grad, weights, kept, delta, scores)
     if kept != NULL:
         for i in range(low * PANEL_VECTORS, high * PANEL_VECTORS):
-            vstore(weights + i * LANES, vload(weights + i * LANES) * vload(kept + i * LANES))
+            # What is seen but dropped becomes -0: a NaN in the output's gradient shows there all the same.
+            x = vload(weights + i * LANES)
+            factor = vload(kept + i * LANES)
+            factor = vless(vset(0), factor, factor, vset(-<real>0.0))
+            vstore(weights + i * LANES, vless(vset(0), x, x * factor, x))
     memset(weights, 0, low * PANEL * sizeof(real))
     memset(weights + high * PANEL, 0, (n - high) * PANEL * sizeof(real))
     memset(scores, 0, low * PANEL * sizeof(real))
@@ -399,13 +403,14 @@ cdef inline void add_outer(
 cdef inline void add_seen_outer(
     Py_ssize_t n, int panels, const real *tiles, const real *rows, Py_ssize_t pitch, real *sums
 ) noexcept nogil:
-    """`add_outer` where rows that are not finite lie among those that do not see a key."""
+    """`add_outer` where rows that are not finite lie among those that do not see a key, whose factor is
+    +0."""
     cdef Py_ssize_t j, column, i
     cdef real factor
     for j in range(n):
         for i in range(panels * PANEL):
             factor = tiles[i // PANEL * ATOM * PANEL + j * PANEL + i % PANEL]
-            if factor != 0:
+            if factor != 0 or 1 / factor < 0:
                 for column in range(pitch):
                     sums[j * pitch + column] += factor * rows[i * pitch + column]
 
