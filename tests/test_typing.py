@@ -17,7 +17,7 @@ from fastmha import _dispatch, reference
 HERE = Path(__file__).parent
 PACKAGE = Path(fastmha.__file__).parent
 # Modules that cannot be imported without another library.
-OPTIONAL = {"plotting": "matplotlib", "transformers": "transformers"}
+OPTIONAL = {"plotting": "matplotlib", "threadpoolctl": "threadpoolctl", "transformers": "transformers"}
 EXAMPLE = HERE / "typing_example.py"
 
 needs_processes = pytest.mark.skipif(
