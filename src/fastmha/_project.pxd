@@ -62,6 +62,7 @@ cdef struct Projection:
 cdef inline void plan_projection(Projection *p, int threads) noexcept nogil:
     """How a projection is cut up, which does not show in the bits."""
     cdef Py_ssize_t group = PROJECT_COLUMNS
+    cdef double cost
     p.row_blocks = (p.rows + PROJECT_ROWS - 1) // PROJECT_ROWS
     p.block_rows = ((p.rows + p.row_blocks - 1) // p.row_blocks + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
     p.panel_reals = p.steps * PANEL + 64 // <Py_ssize_t>sizeof(real)
@@ -71,9 +72,11 @@ cdef inline void plan_projection(Projection *p, int threads) noexcept nogil:
         group = PACKED_BYTES // (p.panel_reals * <Py_ssize_t>sizeof(real))
         p.stop = min(p.columns, max(<Py_ssize_t>PROJECT_COLUMNS, group * PANEL))
     p.block_columns = PROJECT_COLUMNS
-    while p.block_columns > 2 * PANEL and blocks(p) < 4 * threads:
+    # Rows read in place come from memory, best in long pieces; copied ones make pieces of equal work.
+    while p.block_columns > 2 * PANEL and blocks(p) < (threads if reads_in_place(p) else 4 * threads):
         p.block_columns //= 2
-    p.grain = <Py_ssize_t>max(1.0, min(1e6, 1e6 / (<double>p.block_rows * p.block_columns * (p.steps + 8))))
+    cost = <double>p.block_columns * (p.steps + 8) * (3 if reads_in_place(p) else p.block_rows)
+    p.grain = <Py_ssize_t>max(1.0, min(1e6, 1e6 / cost))
     p.slot_bytes = (PROJECT_ROWS * (SUMS_PITCH + X_PITCH) + PROJECT_COLUMNS) * sizeof(real)
 
 
