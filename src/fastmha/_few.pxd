@@ -1,39 +1,50 @@
 """Few queries, as in decoding: keys across lanes, and then value dimensions, where queries would leave lanes
 empty.
 
-A block of keys is transposed in registers as it comes, so that each is read once and copied nowhere. Each
-score, and each weighted sum, is the same chain of multiply-adds that `_tile` makes of it: the same bits.
-What lies between the two is the same code, for a tile of one vector of queries. What comes next is asked for
-ahead of time, since rows are too many streams for the processor to foresee (measured at 1.4 times).
+A block of keys is transposed in registers as it comes, so that each is read once and, if it is a real or
+int8, copied nowhere. Each score, and each weighted sum, is the same chain of multiply-adds that `_tile` makes
+of it: the same bits. What lies between the two is the same code, for a tile of one vector of queries. What
+comes next is asked for ahead of time, since rows are too many streams for the processor to foresee (measured
+at 1.4 times).
 """
 from fastmha._block cimport Panel
 from fastmha._rows cimport Rows
 from fastmha._simd cimport (
-    INFINITY, LANES, inlined, real, vec, vfma, vload, vloadu, vmax, vprefetch, vset, vstore,
-    vtranspose,
+    INFINITY, LANES, inlined, real, vec, vfma, vload, vloadu, vmax, vprefetch, vset, vstore, vtranspose,
 )
-
+from fastmha._storage cimport INT8, REAL, load_one, storage_bytes, vload_from
 
 cdef enum:
     LINE = 64                           # bytes of a cache line
 
 
-cdef inline const real *place(const Rows *rows, Py_ssize_t j) noexcept nogil:
-    return <const real *>rows.at[j]
+cdef inline vec load_part(const int storage, const Rows *rows, Py_ssize_t j, Py_ssize_t i) noexcept nogil:
+    """LANES elements of a row, from the i-th on."""
+    if storage == INT8:
+        return vload_from(rows.at[j] + i, INT8) * vset(rows.factor[j])
+    return vloadu(<const real *>rows.at[j] + i)
+
+
+cdef inline real load_element(
+    const int storage, const Rows *rows, Py_ssize_t j, Py_ssize_t i
+) noexcept nogil:
+    if storage == INT8:
+        return load_one(rows.at[j] + i, INT8) * rows.factor[j]
+    return (<const real *>rows.at[j])[i]
 
 
 # --- scores ------------------------------------------------------------------------------------------
 
 cdef inline inlined score_keys(
-    const int R, const int G, Py_ssize_t d, const Rows *keys, const Rows *values,
-    Py_ssize_t first, Py_ssize_t last, const real *queries, real *tile, vec *most,
+    const int R, const int G, const int storage, Py_ssize_t d, const Rows *keys,
+    const Rows *values, Py_ssize_t first, Py_ssize_t last, const real *queries, real *tile, vec *most,
 ) noexcept nogil:
     """The products of R queries with G times LANES keys from `first` on; those after `last` repeat it and are
     not written. The same parts of their values are asked for, which come next."""
     cdef vec sums[8]
     cdef vec block[LANES]
     cdef real lane[LANES]
-    cdef Py_ssize_t i = 0, j
+    cdef Py_ssize_t i = 0, j, size = storage_bytes(storage)
     cdef int r, g, n
     for n in range(R * G):
         sums[n] = vset(0)
@@ -41,9 +52,9 @@ cdef inline inlined score_keys(
         for g in range(G):
             for n in range(LANES):
                 j = min(first + g * LANES + n, last)
-                block[n] = vloadu(place(keys, j) + i)
-                if i * sizeof(real) % LINE == 0 and values != NULL:
-                    vprefetch(<const char *>(place(values, j) + i))
+                block[n] = load_part(storage, keys, j, i)
+                if i * size % LINE == 0 and values != NULL:
+                    vprefetch(values.at[j] + i * size)
             vtranspose(block)
             for n in range(LANES):
                 for r in range(R):
@@ -52,7 +63,7 @@ cdef inline inlined score_keys(
     while i < d:
         for g in range(G):
             for n in range(LANES):
-                lane[n] = place(keys, min(first + g * LANES + n, last))[i]
+                lane[n] = load_element(storage, keys, min(first + g * LANES + n, last), i)
             for r in range(R):
                 sums[g * R + r] = vfma(vloadu(lane), vset(queries[i * LANES + r]), sums[g * R + r])
         i += 1
@@ -67,17 +78,27 @@ cdef inline inlined score_keys(
                 most[0] = vmax(most[0], block[n])
 
 
+cdef inline inlined score_all_keys(
+    const int R, const int storage, Py_ssize_t d, const Rows *keys, const Rows *values, Py_ssize_t low,
+    Py_ssize_t high, const real *queries, real *tile, vec *most,
+) noexcept nogil:
+    cdef Py_ssize_t many = (4 if R == 1 else 8 // R) * LANES
+    while high - low >= many:
+        score_keys(R, 4 if R == 1 else 8 // R, storage, d, keys, values, low, high - 1, queries, tile, most)
+        low += many
+    while low < high:
+        score_keys(R, 1, storage, d, keys, values, low, high - 1, queries, tile, most)
+        low += LANES
+
+
 cdef inline inlined score_few_rows(
     const int R, Py_ssize_t d, const Rows *keys, const Rows *values, Py_ssize_t low, Py_ssize_t high,
     const real *queries, real *tile, vec *most,
 ) noexcept nogil:
-    cdef Py_ssize_t many = (4 if R == 1 else 8 // R) * LANES
-    while high - low >= many:
-        score_keys(R, 4 if R == 1 else 8 // R, d, keys, values, low, high - 1, queries, tile, most)
-        low += many
-    while low < high:
-        score_keys(R, 1, d, keys, values, low, high - 1, queries, tile, most)
-        low += LANES
+    if keys.storage == INT8:
+        score_all_keys(R, INT8, d, keys, values, low, high, queries, tile, most)
+    else:
+        score_all_keys(R, REAL, d, keys, values, low, high, queries, tile, most)
 
 
 cdef inline void score_few(
@@ -99,24 +120,23 @@ cdef inline void score_few(
 # --- weighted sums -----------------------------------------------------------------------------------
 
 cdef inline inlined sum_columns(
-    const int R, const int C, const Rows *values, Py_ssize_t low, Py_ssize_t high,
+    const int R, const int C, const int storage, const Rows *values, Py_ssize_t low, Py_ssize_t high,
     Py_ssize_t first, Py_ssize_t ahead, const real *tile, vec keep, vec add, real *out,
 ) noexcept nogil:
     """C times LANES dimensions of the values, from `first` on, for R rows; asks for what lies `ahead`."""
     cdef vec sums[8]
     cdef vec part[8]
     cdef vec block[LANES]
-    cdef Py_ssize_t j
-    cdef const real *row
-    cdef int r, n, i
+    cdef Py_ssize_t j, i, size = storage_bytes(storage)
+    cdef int r, n
     for n in range(R * C):
         sums[n] = vset(0)
     for j in range(low, high):
-        row = place(values, j) + first
         for n in range(C):
-            part[n] = vloadu(row + n * LANES)
-            if n * LANES * sizeof(real) % LINE == 0:
-                vprefetch(<const char *>(row + n * LANES) + ahead)
+            i = first + n * LANES
+            part[n] = load_part(storage, values, j, i)
+            if n * LANES * size % LINE == 0:
+                vprefetch(values.at[j] + i * size + ahead)
         for r in range(R):
             for n in range(C):
                 sums[n * R + r] = vfma(part[n], vset(tile[j * LANES + r]), sums[n * R + r])
@@ -129,24 +149,34 @@ cdef inline inlined sum_columns(
             out += LANES
 
 
-cdef inline inlined sum_few_rows(
-    const int R, Py_ssize_t width, const Rows *values, Py_ssize_t low, Py_ssize_t high, Py_ssize_t ahead,
-    const real *tile, vec keep, vec add, real *out,
+cdef inline inlined sum_all_columns(
+    const int R, const int storage, Py_ssize_t width, const Rows *values, Py_ssize_t low, Py_ssize_t high,
+    Py_ssize_t ahead, const real *tile, vec keep, vec add, real *out,
 ) noexcept nogil:
     cdef Py_ssize_t e = 0, j
     cdef vec sum
     while width - e >= 8 // R * LANES:
-        sum_columns(R, 8 // R, values, low, high, e, ahead, tile, keep, add, out + e * LANES)
+        sum_columns(R, 8 // R, storage, values, low, high, e, ahead, tile, keep, add, out + e * LANES)
         e += 8 // R * LANES
     while width - e >= LANES:
-        sum_columns(R, 1, values, low, high, e, ahead, tile, keep, add, out + e * LANES)
+        sum_columns(R, 1, storage, values, low, high, e, ahead, tile, keep, add, out + e * LANES)
         e += LANES
     while e < width:
         sum = vset(0)
         for j in range(low, high):
-            sum = vfma(vset(place(values, j)[e]), vload(tile + j * LANES), sum)
+            sum = vfma(vset(load_element(storage, values, j, e)), vload(tile + j * LANES), sum)
         vstore(out + e * LANES, vfma(sum, add, vload(out + e * LANES) * keep))
         e += 1
+
+
+cdef inline inlined sum_few_rows(
+    const int R, Py_ssize_t width, const Rows *values, Py_ssize_t low, Py_ssize_t high, Py_ssize_t ahead,
+    const real *tile, vec keep, vec add, real *out,
+) noexcept nogil:
+    if values.storage == INT8:
+        sum_all_columns(R, INT8, width, values, low, high, ahead, tile, keep, add, out)
+    else:
+        sum_all_columns(R, REAL, width, values, low, high, ahead, tile, keep, add, out)
 
 
 cdef inline void sum_few(

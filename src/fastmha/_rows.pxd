@@ -3,14 +3,16 @@ from fastmha._block cimport Block
 from fastmha._call cimport ATOM, Call
 from fastmha._operand cimport Operand, load_row
 from fastmha._simd cimport LANES, real, vec, vfma, vloadu, vset, vstoreu
-from fastmha._storage cimport REAL, load_one
+from fastmha._storage cimport INT8, REAL, load_one
 
 
 cdef struct Rows:
     const real *data                    # reals, side by side; NULL where only `at` tells where they are
     Py_ssize_t row                      # from one row to the next, in reals
-    const char *at[ATOM]                # the rows, one by one, if few queries ask
-    real factor[ATOM]                   # of int8, while it is copied
+    # For few queries, the rows one by one.
+    const char *at[ATOM]
+    int storage                         # of what lies there: REAL, or INT8 with factors
+    real factor[ATOM]
 
 
 cdef inline void fetch(
@@ -28,11 +30,13 @@ cdef inline void fetch(
         ready(rows, o, data, first, n, width, copy)
     else:
         find_places(rows, c, b, o, data, scales, factors, atom, n)
-        if b.few and readable(o, width):
+        if b.few and (readable(o, width) or o.storage == INT8 and o.col == 1):
             rows.data = NULL                     # few queries are done in less time than copying takes
+            rows.storage = o.storage
             return
         copy_rows(rows, o, n, width, copy)
     if b.few:
+        rows.storage = REAL
         for j in range(n):
             rows.at[j] = <const char *>(rows.data + j * rows.row)
 

@@ -90,8 +90,8 @@ static inline word_vec choose(int_vec mask, word_vec a, word_vec b) {
   return ((word_vec)mask & a) | (~(word_vec)mask & b);
 }
 
-/* Processors convert halves in one instruction, which gcc does not find by itself. The rest is the code for one
- * element, in lanes. */
+/* Processors convert halves in one instruction, and bytes in two, which gcc does not find by itself. The rest is the
+ * code for one element, in lanes. */
 static inline single_vec load_halves(const char *p) {
 #if LANE_COUNT == 16
   return (single_vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
@@ -132,6 +132,20 @@ static inline void store_halves(char *p, single_vec x) {
 #endif
 }
 
+static inline single_vec load_chars(const char *p) {
+#if LANE_COUNT == 16
+  return (single_vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+#elif LANE_COUNT == 8 && defined(__AVX2__)
+  return (single_vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+#elif LANE_COUNT == 4 && defined(__AVX2__)
+  int32_t word; memcpy(&word, p, sizeof word);
+  return (single_vec)_mm_cvtepi32_ps(_mm_cvtepi8_epi32(_mm_cvtsi32_si128(word)));
+#else
+  char_vec c; memcpy(&c, p, sizeof c);
+  return __builtin_convertvector(__builtin_convertvector(c, int_vec), single_vec);
+#endif
+}
+
 static inline void store_bfloat16s(char *p, single_vec x) {
   word_vec word = (word_vec)x, rounded = (word + 0x7fff + (word >> 16 & 1)) >> 16;
   rounded = choose((int_vec)(word & 0x7fffffff) > 0x7f800000, word >> 16 | 0x40, rounded);
@@ -140,17 +154,14 @@ static inline void store_bfloat16s(char *p, single_vec x) {
 }
 
 static inline vec vload_from(const char *p, int storage) {
-  single_vec x; half_vec h; char_vec c; vec real_x;
+  single_vec x; half_vec h; vec real_x;
   switch (storage) {
     case FLOAT16: x = load_halves(p); break;
     case BFLOAT16:
       memcpy(&h, p, sizeof h);
       x = (single_vec)(__builtin_convertvector(h, word_vec) << 16);
       break;
-    case INT8:
-      memcpy(&c, p, sizeof c);
-      x = __builtin_convertvector(__builtin_convertvector(c, int_vec), single_vec);
-      break;
+    case INT8: x = load_chars(p); break;
     case REAL: memcpy(&real_x, p, sizeof real_x); return real_x;
     default: memcpy(&x, p, sizeof x);
   }
