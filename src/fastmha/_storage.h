@@ -90,8 +90,8 @@ static inline word_vec choose(int_vec mask, word_vec a, word_vec b) {
   return ((word_vec)mask & a) | (~(word_vec)mask & b);
 }
 
-/* Processors convert halves in one instruction, and bytes in two, which gcc does not find by itself. The rest is the
- * code for one element, in lanes. */
+/* Processors convert halves in one instruction, and bytes in two, which gcc does not find by itself for 8 bytes or
+ * fewer. The rest is the code for one element, in lanes. */
 static inline single_vec load_halves(const char *p) {
 #if LANE_COUNT == 16
   return (single_vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
@@ -133,9 +133,7 @@ static inline void store_halves(char *p, single_vec x) {
 }
 
 static inline single_vec load_chars(const char *p) {
-#if LANE_COUNT == 16
-  return (single_vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
-#elif LANE_COUNT == 8 && defined(__AVX2__)
+#if LANE_COUNT == 8 && defined(__AVX2__)
   return (single_vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
 #elif LANE_COUNT == 4 && defined(__AVX2__)
   int32_t word; memcpy(&word, p, sizeof word);

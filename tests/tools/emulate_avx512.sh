@@ -16,6 +16,20 @@ cat >"$work/emulated.h" <<'H'
 #include <simde/x86/avx512.h>
 #include <immintrin.h>
 #define __AVX512F__ 1
+/* What SIMDe lacks: halves. */
+typedef union { __m256 half[2]; simde__m512 whole; } emulated;
+static inline simde__m512 emulated_cvtph_ps(__m256i a) {
+  emulated x;
+  x.half[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(a));
+  x.half[1] = _mm256_cvtph_ps(_mm256_extracti128_si256(a, 1));
+  return x.whole;
+}
+static inline __m256i emulated_cvtps_ph(simde__m512 a) {
+  emulated x = {.whole = a};
+  return _mm256_set_m128i(_mm256_cvtps_ph(x.half[1], 0), _mm256_cvtps_ph(x.half[0], 0));
+}
+#define _mm512_cvtph_ps emulated_cvtph_ps
+#define _mm512_cvtps_ph(a, rounding) emulated_cvtps_ph(a)
 H
 installed=$("$python" -c 'import fastmha, os; print(os.path.dirname(fastmha.__file__))')
 cp -r "$installed" "$work/fastmha"
