@@ -12,6 +12,7 @@ import sys
 import numpy as np
 
 import fastmha
+from fastmha._execute import rotate
 
 SEED = 20171
 
@@ -109,6 +110,72 @@ def shape_calls(dtype):
     yield "softmax-first", lambda: fastmha.softmax(x, axis=0)
 
 
+def decode_calls(dtype):
+    """Few queries against long keys: few rows, keys across lanes, atoms dealt out to threads."""
+    slopes, sinks = np.array([1, 0.5, 0.25, 0.125] * 2) / 64, np.array([0.5, -1, 3, 40.0] * 2)
+    for G in (8, 2, 1):
+        for L in (1, 2, 4):
+            q, k, v = qkv(dtype, H=8, G=G, L=L, S=1003, D=64, E=48)
+            for name, options in {
+                "plain": {},
+                "causal": {"causal": "bottom-right"},
+                "window": {"window": (300, 0), "causal": "bottom-right"},
+                "softcap": {"softcap": 3.0},
+                "alibi": {"alibi_slopes": slopes, "causal": "bottom-right"},
+                "sinks": {"sinks": sinks},
+                "lengths": {"key_lengths": [1003, 401], "causal": "bottom-right"},
+                "mask": {"mask": fractions((8, L, 1003), np.float32, 7)},
+                "dropout": {"dropout_p": 0.3, "rng": 12345},
+            }.items():
+                for threads in (1, 3):
+
+                    def decode(a=(q, k, v), options=options, threads=threads):
+                        with fastmha.num_threads(threads):
+                            return fastmha.attention(*a, return_lse=True, **options)
+
+                    yield f"decode-{L}-of-8-over-{G}-{name}-threads-{threads}", decode
+
+
+def varlen_calls(dtype):
+    queries, keys = [0, 3, 3, 40, 70], [0, 97, 100, 102, 203]
+    q, k, v = (x[0].swapaxes(0, 1) for x in qkv(dtype))
+    grad = fractions((70, 4, 23), dtype, 30)
+    for name, options in {
+        "plain": {},
+        "causal": {"causal": "bottom-right", "window": (50, 0), "softcap": 3.0},
+    }.items():
+
+        def packed(options=options):
+            a = q, k, v
+            out, lse = fastmha.attention_varlen(*a, queries, keys, return_lse=True, **options)
+            back = fastmha.attention_varlen_backward(grad, *a, out, lse, queries, keys, **options)
+            return [out, lse, *back]
+
+        yield f"varlen-{name}", packed
+
+
+def merge_calls(dtype):
+    q, k, v = qkv(dtype)
+
+    def merge():
+        parts = [
+            fastmha.attention(q, k[:, :, cut], v[:, :, cut], return_lse=True)
+            for cut in (slice(0, 50), slice(50, 60), slice(60, None))
+        ]
+        return fastmha.merge_attention(*zip(*parts, strict=True))
+
+    yield "merge", merge
+
+
+def rotation_calls(dtype):
+    """The kernel alone: the class's angles are NumPy's."""
+    x = fractions((2, 4, 37, 40), dtype, 60)
+    real = np.float64 if dtype == np.float64 else np.float32
+    cos, sin = (fractions((2, 37, 15), real, n) / 2 for n in (61, 62))
+    for interleaved in (True, False):
+        yield f"rotation-{interleaved}", lambda pairs=interleaved: rotate(x, cos, sin, pairs)
+
+
 def gradient_calls(dtype):
     q, k, v = qkv(dtype)
     grad = fractions((2, 4, 70, 23), dtype, 30)
@@ -116,55 +183,123 @@ def gradient_calls(dtype):
     for name, options in {
         "plain": {},
         "causal": {"causal": "bottom-right", "window": (90, 0)},
+        "top-left": {"causal": True, "scale": -0.25},
         "softcap": {"softcap": 3.0, "sinks": np.zeros(4)},
+        "alibi": {"alibi_slopes": np.array([0.5, 0.25, 0.125, 0.0625]), "causal": True},
+        "lengths": {"key_lengths": [203, 77], "query_lengths": [70, 33], "causal": "bottom-right"},
+        "bool-mask": {"mask": bias > -1},
         "mask": {"mask": bias, "dropout_p": 0.2, "rng": 3},
+        "broadcast-mask": {"mask": bias[:, :, :1]},
     }.items():
+        for threads in (1, 3):
 
-        def gradients(options=options):
-            out, lse = fastmha.attention(q, k, v, return_lse=True, **options)
-            wanted = {"grad_mask": "mask" in options, "grad_sinks": "sinks" in options}
-            return fastmha.attention_backward(grad, q, k, v, out, lse, **wanted, **options)
+            def gradients(options=options, threads=threads):
+                mask = options.get("mask")
+                wanted = {"grad_sinks": "sinks" in options}
+                wanted["grad_mask"] = mask is not None and mask.dtype != bool
+                with fastmha.num_threads(threads):
+                    out, lse = fastmha.attention(q, k, v, return_lse=True, **options)
+                    return fastmha.attention_backward(grad, q, k, v, out, lse, **wanted, **options)
 
-        yield f"gradients-{name}", gradients
+            yield f"gradients-{name}-threads-{threads}", gradients
+
+
+def model_of(dtype, d_model=48, n_heads=4, n_kv_heads=2, **options):
+    """An object of the class with exact weights and biases. No rotation: its angles are NumPy's."""
+    model = fastmha.MultiHeadAttention(d_model, n_heads, n_kv_heads=n_kv_heads, dtype=dtype, **options)
+    for n, parameter in enumerate(model.parameters()):
+        parameter[...] = fractions(parameter.shape, dtype, 40 + n) / 8
+    return model
 
 
 def class_calls(dtype):
-    model = fastmha.MultiHeadAttention(48, 4, n_kv_heads=2, dtype=dtype)
-    for n, name in enumerate(("Wq", "Wk", "Wv", "Wo")):
-        weight = getattr(model, name)
-        weight[...] = fractions(weight.shape, dtype, 40 + n) / 8
-    x = fractions((2, 37, 48), dtype, 50)
-    yield "class", lambda: model.forward(x)
-    yield "class-causal", lambda: model.forward(x, causal=True)
-    yield "class-attn", lambda: (model.forward(x, causal=True), model.attn)
+    x, context = fractions((2, 37, 48), dtype, 50), fractions((2, 101, 48), dtype, 52)
+    for name, options in {
+        "class": {},
+        "class-one-head-of-keys": {"n_kv_heads": 1, "bias": False},
+        "class-window": {"window": (5, 0), "softcap": 3.0, "alibi": True},
+    }.items():
+        model = model_of(dtype, **options)
+        yield name, lambda m=model: m.forward(x)
+        yield f"{name}-causal", lambda m=model: m.forward(x, causal=True)
+        yield f"{name}-attn", lambda m=model: (m.forward(x, causal=True), m.attn)
+        yield f"{name}-context", lambda m=model: m.forward(x, context=context)
 
-    def backward():
-        model.forward(x, causal=True, training=True)
-        return [model.backward(fractions(x.shape, dtype, 51)), *model.grads]
+        def backward(model=model, **inputs):
+            model.forward(x, training=True, **inputs)
+            given = model.backward(fractions(x.shape, dtype, 51))
+            given = given if isinstance(given, tuple) else (given,)
+            return [*given, *model.grads]
 
-    yield "class-backward", backward
+        yield f"{name}-backward", lambda b=backward: b(causal=True)
+        yield f"{name}-backward-context", lambda b=backward: b(context=context)
+        for stored in STORED:
+
+            def tokens(model=model, stored=stored):
+                cache = fastmha.KVCache(2, len(model.Wk[0]) // model.d_k, model.d_k, dtype=stored)
+                first = model.forward(x[:, :30], cache=cache)
+                return [first, *(model.forward(x[:, n : n + 1], cache=cache) for n in range(30, 37))]
+
+            yield f"{name}-token-by-token-{stored}", tokens
+    wide = model_of(dtype, 320, 5, n_kv_heads=1)
+    long = fractions((1, 150, 320), dtype, 53)
+    yield "class-wide", lambda: wide.forward(long, causal=True)
+    yield "class-wide-token", lambda: wide.forward(long[:, :1])
+
+
+STORED = ["float64", "float32", "float16", "int8"]
 
 
 def cache_calls(dtype):
-    for stored in (np.float32, np.float16, "int8"):
+    options = {
+        "plain": {},
+        "all": {
+            "window": (150, 0), "softcap": 5.0, "alibi_slopes": np.ones(4), "sinks": np.zeros(4),
+            "dropout_p": 0.1, "rng": 5,
+        },
+    }  # fmt: skip
+    for stored in STORED:
+        for L in (1, 5, 70):
+            q, k, v = qkv(dtype, L=L)
+            for name, chosen in options.items():
 
-        def decode(stored=stored):
-            cache = fastmha.KVCache(2, 2, 40, 23, dtype=stored)
-            q, k, v = qkv(dtype, L=5)
-            cache.append(k, v)
-            return cache.attend(q)
+                def contiguous(a=(q, k, v), stored=stored, chosen=chosen):
+                    q, k, v = a
+                    cache = fastmha.KVCache(2, 2, 40, 23, dtype=stored)
+                    cache.append(k[:, :, :100], v[:, :, :100])
+                    cache.append(k[:, :, 100:], v[:, :, 100:], [103, 70])
+                    return [*cache.attend(q, return_lse=True, **chosen), cache.weights(q)]
 
-        yield f"cache-{np.dtype(stored).name}", decode
+                def paged(a=(q, k, v), stored=stored, chosen=chosen):
+                    q, k, v = a
+                    cache = fastmha.PagedKVCache(40, 16, 2, 40, 23, dtype=stored)
+                    first, second = cache.add_sequence(), cache.add_sequence()
+                    cache.append([first], k[:1], v[:1])
+                    cache.append([second], k[1:, :, :90], v[1:, :, :90])
+                    fork = cache.fork(second)
+                    cache.append([second, fork], k[:, :, 90:], v[:, :, 90:])
+                    return cache.attend([first, second, fork], q[[0, 1, 0]], return_lse=True, **chosen)
+
+                yield f"cache-{stored}-{L}-{name}", contiguous
+                yield f"paged-{stored}-{L}-{name}", paged
+
+        def ring(stored=stored):
+            cache = fastmha.KVCache(2, 2, 40, 23, window=50, dtype=stored)
+            q, k, v = qkv(dtype, L=203)
+            found = []
+            for start, end in [(0, 70), (70, 71), (71, 140), (140, 143), (143, 203)]:
+                cut = np.s_[:, :, start:end]
+                cache.append(k[cut], v[cut])
+                found.append(cache.attend(q[cut]))
+            return found
+
+        yield f"ring-{stored}", ring
 
 
 GROUPS = [
-    # what it needs of the package, the calls
-    ("attention", attention_calls),
-    ("attention", shape_calls),
-    ("attention_backward", gradient_calls),
-    ("MultiHeadAttention", class_calls),
-    ("KVCache", cache_calls),
-]
+    attention_calls, shape_calls, decode_calls, varlen_calls, merge_calls, rotation_calls,
+    gradient_calls, class_calls, cache_calls,
+]  # fmt: skip
 
 
 def main():
@@ -174,9 +309,7 @@ def main():
     record = fastmha.show_config("dicts")
     print(f"{record['isa']}, fused: {record['fused']}", file=sys.stderr)
     for dtype in dtypes():
-        for needed, calls in GROUPS:
-            if not hasattr(fastmha, needed):
-                continue
+        for calls in GROUPS:
             for name, call in calls(dtype):
                 if chosen in f"{dtype.name} {name}":
                     print(f"{dtype.name} {name} {digest(call())}")

@@ -4,8 +4,9 @@
 #   wheels/emulate.sh arm64|armhf|i386|amd64 WHEEL COMMAND...     e.g.  ... python3 wheels/smoke.py
 #
 # CPython 3.11 and the libraries that it needs come from Debian 12 (which this machine must run), unpacked, not
-# installed; NumPy and pytest from PyPI as wheels for that architecture, or from Debian where PyPI has none. They are
-# kept in $FASTMHA_SYSROOTS (default ~/.cache/fastmha-sysroots) for the next call. QEMU_CPU chooses the processor.
+# installed; NumPy, ml_dtypes and what the tests need from PyPI as wheels for that architecture, or NumPy alone from
+# Debian where PyPI has none. They are kept in $FASTMHA_SYSROOTS (default ~/.cache/fastmha-sysroots) for the next call.
+# QEMU_CPU chooses the processor.
 set -euo pipefail
 
 architecture=$1 wheel=$(realpath "$2")
@@ -38,9 +39,10 @@ if [[ ! -e $root/complete ]]; then
   rm -r "$root/debs"
   if [[ -n $numpy ]]; then
     python3 -m pip install --quiet --target "$root/site" --only-binary=:all: --no-deps \
-      --implementation cp --python-version 3.11 --platform "$numpy" --platform "${numpy/_2_28/_2_27}" numpy
+      --implementation cp --python-version 3.11 --platform "$numpy" --platform "${numpy/_2_28/_2_27}" \
+      --platform "${numpy/_2_28/_2_17}" numpy ml_dtypes
   fi
-  python3 -m pip install --quiet --target "$root/site" pytest
+  python3 -m pip install --quiet --target "$root/site" pytest hypothesis
   touch "$root/complete"
 fi
 
