@@ -40,9 +40,9 @@ if [[ ! -e $root/complete ]]; then
   if [[ -n $numpy ]]; then
     python3 -m pip install --quiet --target "$root/site" --only-binary=:all: --no-deps \
       --implementation cp --python-version 3.11 --platform "$numpy" --platform "${numpy/_2_28/_2_27}" \
-      --platform "${numpy/_2_28/_2_17}" numpy ml_dtypes
+      --platform "${numpy/_2_28/_2_17}" numpy ml_dtypes hypothesis
   fi
-  python3 -m pip install --quiet --target "$root/site" pytest hypothesis
+  python3 -m pip install --quiet --target "$root/site" pytest sortedcontainers
   touch "$root/complete"
 fi
 
