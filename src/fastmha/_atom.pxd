@@ -8,7 +8,7 @@ from fastmha._few cimport score_few, sum_few
 from fastmha._mask cimport load_mask, one_row
 from fastmha._math cimport exp2_scaled
 from fastmha._operand cimport store_lanes
-from fastmha._rows cimport Rows, all_finite, copy_rows
+from fastmha._rows cimport Rows, all_finite, copy_rows, prefetch_rows
 from fastmha._simd cimport (
     INFINITY, LANES, PANEL_VECTORS, TILE_ROWS, bit_vec, bits, inlined, real, vec, vfma, vless, vload,
     vload_words, vloadu, vmax, vset, vstore, vstoreu,
@@ -37,10 +37,10 @@ cdef inline inlined stand(
 
 
 cdef inline inlined score_atom(
-    const int V, const Call *c, const Panel *p, const Rows *keys, Py_ssize_t low, Py_ssize_t high,
-    real *tile, vec *most,
+    const int V, const Call *c, const Panel *p, const Rows *keys, const Rows *values, Py_ssize_t low,
+    Py_ssize_t high, real *tile, vec *most,
 ) noexcept nogil:
-    """The products of keys low to high with the panel's queries."""
+    """The products of keys low to high with the panel's queries. `values`, if not NULL, are wanted next."""
     cdef Py_ssize_t j = low, left
     cdef const real *rows = keys.data + low * keys.row
     cdef int v
@@ -55,6 +55,8 @@ cdef inline inlined score_atom(
             tile += 2 * TILE_ROWS * V * LANES
             j += 2 * TILE_ROWS
     while high - j >= TILE_ROWS:
+        if values != NULL:
+            prefetch_rows(values, j, j + TILE_ROWS, c.e)
         score_rows(TILE_ROWS, V, c.d, rows, keys.row, p.queries, tile, most)
         rows += TILE_ROWS * keys.row
         tile += TILE_ROWS * V * LANES
@@ -83,7 +85,7 @@ cdef inline inlined score_unmasked(
     if V == 1 and b.few:
         score_few(p, c.d, keys, values, low, high, b.tile, most)
     else:
-        score_atom(V, c, p, keys, low, high, b.tile, most)
+        score_atom(V, c, p, keys, values if p.first == 0 else NULL, low, high, b.tile, most)
     if c.raw:
         return
     scale_scores(V, low, high, b.tile, c.scale)
@@ -292,6 +294,8 @@ cdef inline inlined advance(
         ahead = keys.at[low] + ATOM * c.k.row - values.at[low]
         sum_few(p, c.e, values, low, high, ahead, b.tile, keep[0], add[0])
     else:
+        if p.first == 0 and keys.data != b.key_copy:
+            prefetch_rows(keys, ATOM, 2 * ATOM, c.d)  # the next atom's, as a rule
         sum_values(V, c.e, values, low, high, b.tile, keep, add, p.out)
 
 
