@@ -35,7 +35,7 @@ from fastmha._gradient cimport Gradient, gradient_piece, head_bytes, mask_gradie
 from fastmha._math cimport vexp
 from fastmha._operand cimport MOST_AXES, Operand, bind, load_lanes, load_row, locate, store_lanes, store_row
 from fastmha._project cimport (
-    PACKED_STEPS, Projection, blocks, pack_steps, packed_bytes, plan_projection, project_block,
+    Projection, blocks, pack_steps, packed_bytes, plan_projection, project_block,
 )
 from fastmha._quantise cimport quantise_row
 from fastmha._rotate cimport Rotation, rotate_row
@@ -705,7 +705,7 @@ cdef int project_all(Projection *p, int threads) except -1 nogil:
     cdef Py_ssize_t group = p.stop
     while p.first < p.columns:
         if p.panels != NULL:
-            parallel_for(pack_piece, p, (p.steps + PACKED_STEPS - 1) // PACKED_STEPS, threads)
+            parallel_for(pack_piece, p, (p.steps + p.packed_steps - 1) // p.packed_steps, threads)
         parallel_for(project_piece, p, (blocks(p) + p.grain - 1) // p.grain, threads)
         p.first = p.stop
         p.stop = min(p.columns, p.stop + group)

@@ -25,7 +25,7 @@ cdef extern from * nogil:
       PROJECT_COLUMNS = 2048 / REAL_BYTES, /* at most: a block's sums take up 192 KiB */
       PROJECT_STEPS = PANEL * REAL_BYTES > 64 ? 64 : 128, /* of which a panel fits the first-level cache */
       PACKED_BYTES = 4 << 20,
-      PACKED_STEPS = 16,                   /* copied in a piece of work */
+      PIECE_BYTES = 256 << 10,             /* copied in a piece of work */
       FEW_ROWS = 4,                        /* for which nothing is copied */
       /* From row to row of sums, and of the copy of x: no power of two, which would crowd in a cache. */
       SUMS_PITCH = PROJECT_COLUMNS + 64 / REAL_BYTES,
@@ -37,7 +37,7 @@ cdef extern from * nogil:
         PROJECT_COLUMNS
         PROJECT_STEPS
         PACKED_BYTES
-        PACKED_STEPS
+        PIECE_BYTES
         FEW_ROWS
         SUMS_PITCH
         X_PITCH
@@ -53,6 +53,7 @@ cdef struct Projection:
     Py_ssize_t block_rows, row_blocks
     Py_ssize_t first, stop              # the columns that lie in `panels` now, or are read in place
     Py_ssize_t block_columns, grain
+    Py_ssize_t packed_steps             # in a piece of work
     real *panels                        # [panel][step][lane], or NULL where W is read in place
     Py_ssize_t panel_reals              # from one panel to the next
     char *scratch
@@ -72,6 +73,7 @@ cdef inline void plan_projection(Projection *p, int threads) noexcept nogil:
         group = PACKED_BYTES // (p.panel_reals * <Py_ssize_t>sizeof(real))
         p.stop = min(p.columns, max(<Py_ssize_t>PROJECT_COLUMNS, group * PANEL))
     p.block_columns = PROJECT_COLUMNS
+    p.packed_steps = max(<Py_ssize_t>1, PIECE_BYTES // (p.stop * <Py_ssize_t>sizeof(real)))
     # Rows read in place come from memory, best in long pieces; copied ones make pieces of equal work.
     while p.block_columns > 2 * PANEL and blocks(p) < (threads if reads_in_place(p) else 4 * threads):
         p.block_columns //= 2
@@ -99,10 +101,10 @@ cdef inline size_t packed_bytes(const Projection *p) noexcept nogil:
 cdef inline void pack_steps(const Projection *p, Py_ssize_t number, real *line) noexcept nogil:
     """Some of W's rows, by panels; 0 where there are no columns."""
     cdef Py_ssize_t step, panel, columns = p.stop - p.first
-    cdef Py_ssize_t start = number * PACKED_STEPS
+    cdef Py_ssize_t start = number * p.packed_steps
     cdef const char *source = p.w.data + start * p.w.row + p.first * p.w.col
     cdef Py_ssize_t whole = columns // PANEL if p.w.storage == REAL and p.w.col == sizeof(real) else 0
-    for step in range(start, min(p.steps, start + PACKED_STEPS)):
+    for step in range(start, min(p.steps, start + p.packed_steps)):
         for panel in range(whole):
             memcpy(p.panels + panel * p.panel_reals + step * PANEL, source + panel * PANEL * p.w.col,
                    PANEL * sizeof(real))
