@@ -1016,3 +1016,9 @@ def test_threads_share_an_object():
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_a_mask_in_the_place_of_causal_is_told_where_it_goes():
+    """Textbooks whose second argument is the mask are common."""
+    with pytest.raises(TypeError, match="pass a mask as mask="):
+        MultiHeadAttention(8, 2)(np.ones((1, 3, 8)), np.ones((3, 3), bool))

@@ -190,6 +190,7 @@ def check_causal(causal):
     else:
         raise TypeError(
             f"causal: expected a bool, 'top-left' or 'bottom-right', got {type(causal).__name__}"
+            + ("; pass a mask as mask=" if hasattr(causal, "__array__") else "")
         )
     raise ValueError(f"causal: expected a bool, 'top-left' or 'bottom-right', got {causal!r}")
 
