@@ -130,6 +130,14 @@ cdef inline void find_rows(const Call *c, Py_ssize_t number, Block *b) noexcept 
             head += 1
 
 
+cdef inline Py_ssize_t first_atom(const Call *c, const Block *b) noexcept nogil:
+    return max(<Py_ssize_t>0, b.lowest - c.left) // ATOM * ATOM
+
+
+cdef inline Py_ssize_t end_of_keys(const Call *c, const Block *b) noexcept nogil:
+    return min(b.keys, b.highest + c.right + 1)
+
+
 cdef inline void pack_panel(const Call *c, const Block *b, Panel *p) noexcept nogil:
     """The panel's queries, and a softmax that has seen nothing yet."""
     cdef Py_ssize_t i

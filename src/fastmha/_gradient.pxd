@@ -13,7 +13,7 @@ from libc.string cimport memset
 
 from fastmha._atom cimport drop, rescale, score_tile, sum_values
 from fastmha._block cimport (
-    Block, Panel, entry, find_rows, per_head, rounded_up, scaled_maximum, share,
+    Block, Panel, end_of_keys, entry, find_rows, first_atom, per_head, rounded_up, scaled_maximum, share,
 )
 from fastmha._call cimport ATOM, BLOCK, BLOCK_PANELS, BOUNDLESS, PANEL, Call
 from fastmha._math cimport exp2_scaled, vexp, vlog
@@ -270,14 +270,14 @@ cdef inline void pass_over_scores(
     const Call *c, const Block *b, Panel *panels, real *key_copy
 ) noexcept nogil:
     """The maxima of the scores, and the sums of the weights relative to them."""
-    cdef Py_ssize_t atom = max(<Py_ssize_t>0, b.lowest - c.left) // ATOM * ATOM, low, high
+    cdef Py_ssize_t atom = first_atom(c, b), stop = end_of_keys(c, b), low, high
     cdef Rows keys
     cdef vec most[4]
     cdef vec total[4]
     cdef vec keep[4]
     cdef vec add[4]
     cdef int i
-    while atom < min(b.keys, b.highest + c.right + 1):
+    while atom < stop:
         ready(&keys, &c.k, b.k, atom, min(<Py_ssize_t>ATOM, b.keys - atom), c.d, key_copy)
         for i in range(b.panels):
             score_tile(c, b, &panels[i], atom, &keys, NULL, &low, &high, most)

@@ -28,7 +28,8 @@ from libc.string cimport memcpy, memset
 
 from fastmha._atom cimport merge, step
 from fastmha._block cimport (
-    Block, Panel, block_bytes, clear_panel, close_panel, deal_scratch, open_block, tile_bytes,
+    Block, Panel, block_bytes, clear_panel, close_panel, deal_scratch, end_of_keys, first_atom, open_block,
+    tile_bytes,
 )
 from fastmha._call cimport ATOM, BLOCK, BOUNDLESS, PANEL, Call
 from fastmha._gradient cimport Gradient, gradient_piece, head_bytes, mask_gradient_piece, mask_gradient_pieces
@@ -71,14 +72,6 @@ cdef void pass_over_keys(const Call *c, Block *b, Panel *panels, Py_ssize_t atom
         for i in range(b.panels):
             step(c, b, &panels[i], atom, &keys, &values if values_too else NULL, &values_finite)
         atom += ATOM
-
-
-cdef Py_ssize_t first_atom(const Call *c, const Block *b) noexcept nogil:
-    return max(<Py_ssize_t>0, b.lowest - c.left) // ATOM * ATOM
-
-
-cdef Py_ssize_t end_of_keys(const Call *c, const Block *b) noexcept nogil:
-    return min(b.keys, b.highest + c.right + 1)
 
 
 cdef void close_block(const Call *c, Block *b) noexcept nogil:
