@@ -71,12 +71,13 @@ def operands(query, key, value, axes=None, swapped=False):
             f"query, key, value: expected one dtype, got {q.dtype}, {k.dtype} and {v.dtype}; "
             "convert them with .astype"
         )
-    for x, name in ((q, "query"), (k, "key"), (v, "value")):
-        if x.ndim < 2 if axes is None else x.ndim != axes:
-            raise ValueError(
-                f"{name}: expected {'at least 2' if axes is None else axes} axes, got {x.ndim} "
-                f"(shape {x.shape})"
-            )
+    if not q.ndim == k.ndim == v.ndim == (axes or max(2, v.ndim)):
+        for x, name in ((q, "query"), (k, "key"), (v, "value")):
+            if x.ndim < 2 if axes is None else x.ndim != axes:
+                raise ValueError(
+                    f"{name}: expected {'at least 2' if axes is None else axes} axes, got {x.ndim} "
+                    f"(shape {x.shape})"
+                )
     if swapped:
         q, k, v = q.swapaxes(-3, -2), k.swapaxes(-3, -2), v.swapaxes(-3, -2)
     if k.shape[-1] != q.shape[-1]:
@@ -92,8 +93,9 @@ def broadcast_lead(q, k, v, enable_gqa):
     """The leading axes of the result by PyTorch's rules: they broadcast, and with `enable_gqa` the
     last of them, the heads, may be a multiple of the key's and the value's."""
     check_flag(enable_gqa, "enable_gqa")
-    if q.shape[:-2] == k.shape[:-2] == v.shape[:-2]:
-        return q.shape[:-2]
+    lead = q.shape[:-2]
+    if lead == k.shape[:-2] == v.shape[:-2]:
+        return lead
     leads = [x.shape[:-2] for x in (q, k, v)]
     heads = [lead[-1] if lead else 1 for lead in leads]
     H = max(heads) if min(heads) else 0
@@ -123,7 +125,9 @@ def check_groups(H, G, name):
 
 def grouped_lead(q, k, v):
     """(B, H) of four-axis arrays: G divides H, and one key/value batch may serve all queries."""
-    B, H = q.shape[:2]
+    lead = B, H = q.shape[:2]
+    if lead == k.shape[:2] == v.shape[:2]:
+        return lead
     for x, name in ((k, "key"), (v, "value")):
         if x.shape[0] not in (B, 1):
             raise ValueError(
@@ -132,7 +136,7 @@ def grouped_lead(q, k, v):
     check_groups(H, k.shape[1], "key")
     if v.shape[1] != k.shape[1]:
         raise ValueError(f"value: expected the key's {k.shape[1]} heads, got {v.shape[1]}")
-    return B, H
+    return lead
 
 
 # --- options, one by one ----------------------------------------------------------------------------
@@ -236,6 +240,8 @@ def check_lengths(lengths, name, B, most):
 
 def check_dropout(dropout_p, rng):
     """(dropout_p, seed): no random number is drawn where nothing is dropped."""
+    if rng is None and type(dropout_p) is float and dropout_p == 0:
+        return 0.0, 0
     p = check_real(dropout_p, "dropout_p")
     if not 0 <= p <= 1:
         raise ValueError(f"dropout_p: expected a probability from 0 to 1, got {p}")
@@ -341,10 +347,13 @@ def torch_problem(
                 "fastmha.attention applies both"
             )
         attn_mask = check_mask(attn_mask, "attn_mask", lead, q.shape[-2], k.shape[-2])
-    options = Options(check_scale(scale, q.shape[-1]), right=0 if is_causal else BOUNDLESS)
-    if rng is not None or type(dropout_p) not in (float, int) or dropout_p != 0:
-        dropout_p, seed = check_dropout(dropout_p, rng)
-        options = options._replace(dropout_p=dropout_p, seed=seed)
+    dropout_p, seed = check_dropout(dropout_p, rng)
+    options = Options(
+        check_scale(scale, q.shape[-1]),
+        right=0 if is_causal else BOUNDLESS,
+        dropout_p=dropout_p,
+        seed=seed,
+    )
     return Problem(q, k, v, attn_mask, lead, options)
 
 
@@ -374,7 +383,7 @@ def full_problem(
         value = np.empty((*key.shape[:-1], 0), key.dtype)
     q, k, v = operands(query, key, value, axes=4, swapped=layout == "BLHD")
     lead = B, H = grouped_lead(q, k, v)
-    L, S, D = q.shape[2], k.shape[2], q.shape[3]
+    (_, _, L, D), S = q.shape, k.shape[2]
     if mask is not None:
         mask = check_mask(mask, "mask", lead, L, S)
     causal, bottom_right = check_causal(causal)
