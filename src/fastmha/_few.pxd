@@ -8,9 +8,9 @@ comes next is asked for ahead of time, since rows are too many streams for the p
 at 1.4 times).
 """
 from fastmha._block cimport Panel
-from fastmha._rows cimport LINE, Rows
+from fastmha._rows cimport Rows
 from fastmha._simd cimport (
-    INFINITY, LANES, inlined, real, vec, vfma, vload, vloadu, vmax, vprefetch, vset, vstore, vtranspose,
+    INFINITY, LANES, LINE, inlined, real, vec, vfma, vload, vloadu, vmax, vprefetch, vset, vstore, vtranspose,
 )
 from fastmha._storage cimport INT8, REAL, load_one, storage_bytes, vload_from
 

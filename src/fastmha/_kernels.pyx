@@ -28,8 +28,8 @@ from libc.string cimport memcpy, memset
 
 from fastmha._atom cimport merge, step
 from fastmha._block cimport (
-    Block, Panel, block_bytes, clear_panel, close_panel, deal_scratch, end_of_keys, first_atom, open_block,
-    tile_bytes,
+    Block, Panel, block_bytes, clear_panel, close_panel, deal_scratch, end_of_keys, find_rows, first_atom,
+    open_block, prefetch_keys, prefetch_places, tile_bytes,
 )
 from fastmha._call cimport ATOM, BLOCK, BOUNDLESS, PANEL, Call
 from fastmha._gradient cimport Gradient, gradient_piece, head_bytes, mask_gradient_piece, mask_gradient_pieces
@@ -85,12 +85,24 @@ cdef void close_block(const Call *c, Block *b) noexcept nogil:
 cdef void attend_piece(void *arg, Py_ssize_t piece, int slot) noexcept nogil:
     """Some blocks of rows, each over all its keys."""
     cdef const Call *c = <const Call *>arg
-    cdef Py_ssize_t number
-    cdef Block b
-    for number in range(piece * c.grain, min((piece + 1) * c.grain, c.total)):
-        open_block(c, number, c.scratch + slot * c.slot_bytes, &b)
-        pass_over_keys(c, &b, b.panel, first_atom(c, &b), end_of_keys(c, &b), True)
-        close_block(c, &b)
+    cdef Py_ssize_t number = piece * c.grain, stop = min((piece + 1) * c.grain, c.total)
+    cdef Py_ssize_t wide = storage_bytes(c.q.storage)
+    cdef Block pair[2]
+    cdef Block *b = &pair[0]
+    cdef Block *after = &pair[1]
+    find_rows(c, number, b)
+    while number < stop:
+        number += 1
+        prefetch_places(<const char *const *>b.out, b.rows, c.e * wide)
+        open_block(c, c.scratch + slot * c.slot_bytes, b)
+        if number < stop:
+            find_rows(c, number, after)
+            prefetch_places(after.q, after.rows, c.d * wide)
+        pass_over_keys(c, b, b.panel, first_atom(c, b), end_of_keys(c, b), True)
+        if number < stop and after.k != b.k and c.page == 0:
+            prefetch_keys(c, after)
+        close_block(c, b)
+        b, after = after, b
 
 
 # --- few rows, many keys -----------------------------------------------------------------------------
@@ -144,7 +156,8 @@ cdef int attend_split(Call *c, Py_ssize_t number, int threads) except -1 nogil:
     cdef double asked = 0
     cdef Py_ssize_t stop, atom, atoms
     cdef int i
-    open_block(c, number, c.scratch, &b)
+    find_rows(c, number, &b)
+    open_block(c, c.scratch, &b)
     s.c, s.b = c, &b
     s.part_reals = (c.e + 2) * PANEL
     s.scratch = c.scratch + block_bytes(c)

@@ -2,11 +2,8 @@
 from fastmha._block cimport Block
 from fastmha._call cimport ATOM, Call
 from fastmha._operand cimport Operand, load_row
-from fastmha._simd cimport LANES, real, vec, vfma, vloadu, vprefetch, vset, vstoreu
+from fastmha._simd cimport LANES, prefetch_lines, real, vec, vfma, vloadu, vset, vstoreu
 from fastmha._storage cimport INT8, REAL, load_one
-
-cdef enum:
-    LINE = 64                           # bytes of a cache line
 
 
 cdef struct Rows:
@@ -108,15 +105,9 @@ cdef inline void prefetch_rows(
 ) noexcept nogil:
     """Asks for rows of reals ahead of time; worth a tenth where keys and values do not fit the second-level
     cache."""
-    cdef const char *place
-    cdef const char *end
     cdef Py_ssize_t j
     for j in range(first, stop):
-        place = <const char *>(rows.data + j * rows.row)
-        end = place + width * sizeof(real)
-        while place < end:
-            vprefetch(place)
-            place += LINE
+        prefetch_lines(<const char *>(rows.data + j * rows.row), width * sizeof(real))
 
 
 cdef inline bint all_finite(const Rows *rows, Py_ssize_t n, Py_ssize_t width) noexcept nogil:

@@ -230,11 +230,15 @@ static inline vec vkeep(bit_vec word, uint32_t least, vec x) {
 #endif
 }
 
-/* Asks for what will be read before long; any address will do. */
+/* Asks for what will be read or written before long; any address will do. */
+enum { LINE = 64 /* bytes of a cache line */ };
 static inline void vprefetch(const char *p) {
 #ifdef __GNUC__
   __builtin_prefetch(p);
 #endif
+}
+static inline void prefetch_lines(const char *p, ptrdiff_t bytes) {
+  for (ptrdiff_t i = 0; i < bytes; i += LINE) vprefetch(p + i);
 }
 
 /* LANES bools as reals: 0 where true, minus infinity where false. */

@@ -15,6 +15,7 @@ cdef extern from "_simd.h" nogil:
         REAL_BYTES
         MANTISSA
         EXPONENT_BIAS
+        LINE                                     # bytes of a cache line
     const real REAL_MAX
     const real TINY                              # the least normal number
     const real INFINITY
@@ -34,6 +35,7 @@ cdef extern from "_simd.h" nogil:
     vec vload_bool(const uint8_t *p)             # 0 where true, -inf where false
     void vtranspose(vec *rows)                   # LANES rows in place
     void vprefetch(const char *p)                # any address
+    void prefetch_lines(const char *p, Py_ssize_t bytes)
 
     bit_vec vword(uint32_t word)
     bit_vec vload_words(const bits *p)
