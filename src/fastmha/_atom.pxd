@@ -10,8 +10,8 @@ from fastmha._math cimport exp2_scaled
 from fastmha._operand cimport store_lanes
 from fastmha._rows cimport Rows, all_finite, copy_rows, prefetch_rows
 from fastmha._simd cimport (
-    INFINITY, LANES, PANEL_VECTORS, TILE_ROWS, bit_vec, bits, inlined, real, vec, vfma, vless, vload,
-    vload_words, vloadu, vmax, vset, vstore, vstoreu,
+    INFINITY, LANES, PANEL_VECTORS, TILE_ROWS, bit_vec, bits, inlined, prefetch_lines, real, vec, vfma, vless,
+    vload, vload_words, vloadu, vmax, vset, vstore, vstoreu,
 )
 from fastmha._stages cimport (
     add_bias, add_huge_bias, cap_scores, find_maximum, finite, hide_masked, hide_outside, mark_hidden,
@@ -36,11 +36,22 @@ cdef inline inlined stand(
         places[v] = vloadu(lane + v * LANES)
 
 
-cdef inline inlined score_atom(
-    const int V, const Call *c, const Panel *p, const Rows *keys, const Rows *values, Py_ssize_t low,
-    Py_ssize_t high, real *tile, vec *most,
+cdef inline void prefetch_mask(
+    const Call *c, const Panel *p, const char *const *mask, Py_ssize_t place, Py_ssize_t tile
 ) noexcept nogil:
-    """The products of keys low to high with the panel's queries. `values`, if not NULL, are wanted next."""
+    """Asks for some rows of an atom's mask: for all, tile by tile. Worth a tenth with a mask of L x S, whose
+    rows lie in as many pages."""
+    cdef Py_ssize_t share_of_tile = (PANEL * TILE_ROWS + ATOM - 1) // ATOM, n
+    for n in range(tile * share_of_tile, min(<Py_ssize_t>p.count, (tile + 1) * share_of_tile)):
+        prefetch_lines(mask[n] + place, ATOM * c.mask.col)
+
+
+cdef inline inlined score_atom(
+    const int V, const Call *c, const Panel *p, const Rows *keys, const Rows *values,
+    const char *const *mask, Py_ssize_t place, Py_ssize_t low, Py_ssize_t high, real *tile, vec *most,
+) noexcept nogil:
+    """The products of keys low to high with the panel's queries. `values`, if not NULL, are wanted next, and
+    after them this place in the rows of the `mask`."""
     cdef Py_ssize_t j = low, left
     cdef const real *rows = keys.data + low * keys.row
     cdef int v
@@ -57,6 +68,8 @@ cdef inline inlined score_atom(
     while high - j >= TILE_ROWS:
         if values != NULL:
             prefetch_rows(values, j, j + TILE_ROWS, c.e)
+        if mask != NULL:
+            prefetch_mask(c, p, mask, place, j // TILE_ROWS)
         score_rows(TILE_ROWS, V, c.d, rows, keys.row, p.queries, tile, most)
         rows += TILE_ROWS * keys.row
         tile += TILE_ROWS * V * LANES
@@ -76,16 +89,19 @@ cdef inline inlined score_atom(
 
 cdef inline inlined score_unmasked(
     const int V, const Call *c, const Block *b, const Panel *p, Py_ssize_t atom, const Rows *keys,
-    const Rows *values, Py_ssize_t low, Py_ssize_t high, vec *most,
+    const Rows *values, const char *const *dense, Py_ssize_t low, Py_ssize_t high, vec *most,
 ) noexcept nogil:
     """The scores before any key is hidden. `most` is not theirs where they are but scaled."""
     cdef vec slope[4]
     cdef vec position[4]
     cdef int v
     if V == 1 and b.few:
-        score_few(p, c.d, keys, values, low, high, b.tile, most)
+        most[0] = score_few(p, c.d, keys, values, low, high, b.tile)
     else:
-        score_atom(V, c, p, keys, values if p.first == 0 else NULL, low, high, b.tile, most)
+        score_atom(
+            V, c, p, keys, values if p.first == 0 else NULL, dense,
+            (atom + ATOM) * c.mask.col, low, high, b.tile, most,
+        )
     if c.raw:
         return
     scale_scores(V, low, high, b.tile, c.scale)
@@ -100,13 +116,10 @@ cdef inline inlined score_unmasked(
         subtract_distance(V, low, high, b.tile, slope, position, most)
 
 
-cdef inline bint any_infinite(int vectors, const vec *most) noexcept nogil:
+cdef inline bint any_infinite(vec x) noexcept nogil:
     cdef real lane[LANES]
-    cdef vec greatest = most[0]
     cdef int i
-    for i in range(1, vectors):
-        greatest = vmax(greatest, most[i])
-    vstoreu(lane, greatest)
+    vstoreu(lane, x)
     for i in range(LANES):
         if lane[i] == INFINITY:
             return True
@@ -140,32 +153,43 @@ cdef inline inlined score_vectors(
     cdef bint masked = False, outside, alike = False, huge = False
     cdef vec first[4]
     cdef vec last[4]
+    cdef vec found[4]                            # in registers, for no store can change what is but local
+    cdef vec greatest
+    cdef const char *const *dense = NULL         # the rows' masks, if worth asking for
+    cdef int v
     low[0] = max(<Py_ssize_t>0, lowest - c.left)
     high[0] = min(min(<Py_ssize_t>ATOM, b.keys - atom), highest + c.right + 1)
     if c.mask.data != NULL and low[0] < high[0]:
         alike = one_row(b, p)
         masked = load_mask(&c.mask, b, p, atom, alike, low, high)
+        if not alike and c.mask.col <= <Py_ssize_t>sizeof(double):
+            dense = &b.mask[p.first]
     if low[0] >= high[0]:
         return
     outside = highest - c.left > low[0] or lowest + c.right < high[0] - 1
     while True:
-        score_unmasked(V, c, b, p, atom, keys, values, low[0], high[0], most)
+        score_unmasked(V, c, b, p, atom, keys, values, dense, low[0], high[0], found)
         if masked and c.mask.storage == BOOL:
-            hide_masked(V, low[0], high[0], b.tile, b.bias, alike, most)
+            hide_masked(V, low[0], high[0], b.tile, b.bias, alike, found)
         elif masked and huge:
-            add_huge_bias(V, low[0], high[0], b.tile, b.bias, alike, most)
+            add_huge_bias(V, low[0], high[0], b.tile, b.bias, alike, found)
         elif masked:
-            add_bias(V, low[0], high[0], b.tile, b.bias, alike, most)
-            huge = any_infinite(V, most)
+            add_bias(V, low[0], high[0], b.tile, b.bias, alike, found)
+            greatest = found[0]
+            for v in range(1, V):
+                greatest = vmax(greatest, found[v])
+            huge = any_infinite(greatest)
             if huge:
                 continue
         break
     if outside:
         stand(V, b, p, atom, -c.left, 0, ATOM, first)
         stand(V, b, p, atom, c.right, -1, ATOM, last)
-        hide_outside(V, low[0], high[0], b.tile, first, last, most)
+        hide_outside(V, low[0], high[0], b.tile, first, last, found)
     elif not (c.raw or masked or c.softcap > 0 or c.slopes != NULL):
-        find_maximum(V, low[0], high[0], b.tile, most)
+        find_maximum(V, low[0], high[0], b.tile, found)
+    for v in range(V):
+        most[v] = found[v]
     partly[0] = masked or outside
 
 

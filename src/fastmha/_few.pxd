@@ -97,23 +97,25 @@ cdef inline inlined score_few_rows(
         score_all_keys(R, REAL, d, keys, values, low, high, queries, tile, most)
 
 
-cdef inline void score_few(
+cdef inline vec score_few(
     const Panel *p, Py_ssize_t d, const Rows *keys, const Rows *values, Py_ssize_t low, Py_ssize_t high,
-    real *tile, vec *most,
+    real *tile,
 ) noexcept nogil:
-    """`score_atom` for few rows. Lanes without one repeat the last."""
-    most[0] = vset(-INFINITY)
+    """`score_atom` for few rows; returns their maxima. Lanes without a row repeat the last."""
+    cdef vec most = vset(-INFINITY)
     if p.count == 1:
-        score_few_rows(1, d, keys, values, low, high, p.queries, tile, most)
+        score_few_rows(1, d, keys, values, low, high, p.queries, tile, &most)
     elif p.count == 2:
-        score_few_rows(2, d, keys, values, low, high, p.queries, tile, most)
+        score_few_rows(2, d, keys, values, low, high, p.queries, tile, &most)
     elif LANES < 16 or p.count <= 4:
-        score_few_rows(4, d, keys, values, low, high, p.queries, tile, most)
+        score_few_rows(4, d, keys, values, low, high, p.queries, tile, &most)
     else:
-        score_few_rows(8, d, keys, values, low, high, p.queries, tile, most)
+        score_few_rows(8, d, keys, values, low, high, p.queries, tile, &most)
+    return most
 
 
 # --- weighted sums -----------------------------------------------------------------------------------
+
 
 cdef inline inlined sum_columns(
     const int R, const int C, const int storage, const Rows *values, Py_ssize_t low, Py_ssize_t high,

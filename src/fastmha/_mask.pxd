@@ -49,16 +49,18 @@ cdef inline bint all_hidden(const real *bias, Py_ssize_t n) noexcept nogil:
 
 cdef inline bint all_zero(const real *bias, Py_ssize_t n) noexcept nogil:
     cdef Py_ssize_t i = 0
-    cdef vec size = vset(0)
+    cdef vec size
     cdef real lane[LANES]
     cdef int r
-    while i + LANES <= n:
-        size = size + vabs(vloadu(bias + i))     # a NaN stays
-        i += LANES
-    vstoreu(lane, size)
-    for r in range(LANES):
-        if lane[r] != 0:
-            return False
+    while i + 4 * LANES <= n:                    # as a rule the first few tell
+        size = vset(0)
+        for r in range(4):
+            size = size + vabs(vloadu(bias + i + r * LANES))  # a NaN stays
+        vstoreu(lane, size)
+        for r in range(LANES):
+            if lane[r] != 0:
+                return False
+        i += 4 * LANES
     while i < n:
         if bias[i] != 0:
             return False

@@ -51,18 +51,13 @@ cdef inline inlined score_rows(
 ) noexcept nogil:
     """Scores of R keys, and the running maxima while they are still in registers."""
     cdef vec sums[MOST_ACCUMULATORS]
-    cdef vec greatest[MOST_VECTORS]
     cdef int r, v
     clear(R * V, sums)
     accumulate(R, V, d, keys, row, 1, queries, sums)
-    for v in range(V):
-        greatest[v] = most[v]                    # in a register, which a store of scores cannot change
     for r in range(R):
         for v in range(V):
-            greatest[v] = vmax(greatest[v], sums[r * V + v])
             vstore(scores + (r * V + v) * LANES, sums[r * V + v])
-    for v in range(V):
-        most[v] = greatest[v]
+            most[v] = vmax(most[v], sums[r * V + v])
 
 
 cdef inline inlined value_rows(
