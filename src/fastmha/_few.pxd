@@ -1,32 +1,54 @@
 """Few queries, as in decoding: keys across lanes, and then value dimensions, where queries would leave lanes
 empty.
 
-A block of keys is transposed in registers as it comes, so that each is read once and, if it is a real or
-int8, copied nowhere. Each score, and each weighted sum, is the same chain of multiply-adds that `_tile` makes
-of it: the same bits. What lies between the two is the same code, for a tile of one vector of queries. What
-comes next is asked for ahead of time, since rows are too many streams for the processor to foresee (measured
-at 1.4 times).
+A block of keys is transposed in registers as it comes, so that each is read once and, where it can be
+loaded as a vector, copied nowhere. Each score, and each weighted sum, is the same chain of multiply-adds
+that `_tile` makes of it: the same bits. What lies between the two is the same code, for a tile of one
+vector of queries. What comes next is asked for ahead of time, since rows are too many streams for the
+processor to foresee, and in the order in which it lies, which is one stream (together measured at twice
+the speed).
 """
 from fastmha._block cimport Panel
 from fastmha._rows cimport Rows
 from fastmha._simd cimport (
-    INFINITY, LANES, LINE, inlined, real, vec, vfma, vload, vloadu, vmax, vprefetch, vset, vstore, vtranspose,
+    INFINITY, LANES, LINE, inlined, prefetch_lines, real, vec, vfma, vload, vloadu, vmax, vset, vstore,
+    vtranspose,
 )
-from fastmha._storage cimport INT8, REAL, load_one, storage_bytes, vload_from
+from fastmha._storage cimport BFLOAT16, FLOAT16, FLOAT32, INT8, REAL, load_one, storage_bytes, vload_from
 
 cdef inline vec load_part(const int storage, const Rows *rows, Py_ssize_t j, Py_ssize_t i) noexcept nogil:
     """LANES elements of a row, from the i-th on."""
+    if storage == REAL:
+        return vloadu(<const real *>rows.at[j] + i)
     if storage == INT8:
         return vload_from(rows.at[j] + i, INT8) * vset(rows.factor[j])
-    return vloadu(<const real *>rows.at[j] + i)
+    return vload_from(rows.at[j] + i * storage_bytes(storage), storage)
 
 
 cdef inline real load_element(
     const int storage, const Rows *rows, Py_ssize_t j, Py_ssize_t i
 ) noexcept nogil:
-    if storage == INT8:
-        return load_one(rows.at[j] + i, INT8) * rows.factor[j]
-    return (<const real *>rows.at[j])[i]
+    cdef real x = load_one(rows.at[j] + i * storage_bytes(storage), storage)
+    return x * rows.factor[j] if storage == INT8 else x
+
+
+cdef struct Coming:
+    # Where in some rows, end to end, is what shall be asked for next.
+    const Rows *rows
+    Py_ssize_t row, last, offset
+    Py_ssize_t bytes                    # of a row
+    Py_ssize_t ahead                    # how far from the rows lies what is meant
+
+
+cdef inline inlined ask(Coming *c, Py_ssize_t span) noexcept nogil:
+    """Asks for the next `span` bytes; those past the end of a row are not missed."""
+    if c.row <= c.last:
+        if span >= LINE or c.offset % LINE == 0:
+            prefetch_lines(c.rows.at[c.row] + c.offset + c.ahead, span)
+        c.offset += span
+        if c.offset >= c.bytes:
+            c.offset = 0
+            c.row += 1
 
 
 # --- scores ------------------------------------------------------------------------------------------
@@ -36,11 +58,13 @@ cdef inline inlined score_keys(
     const Rows *values, Py_ssize_t first, Py_ssize_t last, const real *queries, real *tile, vec *most,
 ) noexcept nogil:
     """The products of R queries with G times LANES keys from `first` on; those after `last` repeat it and are
-    not written. The same parts of their values are asked for, which come next."""
+    not written. Their values are asked for, which come next."""
+    cdef Py_ssize_t size = storage_bytes(storage)
+    cdef Coming coming = Coming(values, first, -1 if values == NULL else last, 0, d * size, 0)
     cdef vec sums[8]
     cdef vec block[LANES]
     cdef real lane[LANES]
-    cdef Py_ssize_t i = 0, j, size = storage_bytes(storage)
+    cdef Py_ssize_t i = 0, j
     cdef int r, g, n
     for n in range(R * G):
         sums[n] = vset(0)
@@ -49,8 +73,7 @@ cdef inline inlined score_keys(
             for n in range(LANES):
                 j = min(first + g * LANES + n, last)
                 block[n] = load_part(storage, keys, j, i)
-                if i * size % LINE == 0 and values != NULL:
-                    vprefetch(values.at[j] + i * size)
+            ask(&coming, LANES * LANES * size)
             vtranspose(block)
             for n in range(LANES):
                 for r in range(R):
@@ -93,6 +116,10 @@ cdef inline inlined score_few_rows(
 ) noexcept nogil:
     if keys.storage == INT8:
         score_all_keys(R, INT8, d, keys, values, low, high, queries, tile, most)
+    elif REAL == FLOAT32 and keys.storage == FLOAT16:
+        score_all_keys(R, FLOAT16, d, keys, values, low, high, queries, tile, most)
+    elif REAL == FLOAT32 and keys.storage == BFLOAT16:
+        score_all_keys(R, BFLOAT16, d, keys, values, low, high, queries, tile, most)
     else:
         score_all_keys(R, REAL, d, keys, values, low, high, queries, tile, most)
 
@@ -119,22 +146,23 @@ cdef inline vec score_few(
 
 cdef inline inlined sum_columns(
     const int R, const int C, const int storage, const Rows *values, Py_ssize_t low, Py_ssize_t high,
-    Py_ssize_t first, Py_ssize_t ahead, const real *tile, vec keep, vec add, real *out,
+    Py_ssize_t width, Py_ssize_t first, Py_ssize_t ahead, const real *tile, vec keep, vec add, real *out,
 ) noexcept nogil:
     """C times LANES dimensions of the values, from `first` on, for R rows; asks for what lies `ahead`."""
     cdef vec sums[8]
     cdef vec part[8]
     cdef vec block[LANES]
-    cdef Py_ssize_t j, i, size = storage_bytes(storage)
+    cdef Coming coming
+    cdef Py_ssize_t done = first * (high - low), size = storage_bytes(storage), j, i
     cdef int r, n
     for n in range(R * C):
         sums[n] = vset(0)
+    coming = Coming(values, low + done // width, high - 1, done % width * size, width * size, ahead)
     for j in range(low, high):
+        ask(&coming, C * LANES * size)
         for n in range(C):
             i = first + n * LANES
             part[n] = load_part(storage, values, j, i)
-            if n * LANES * size % LINE == 0:
-                vprefetch(values.at[j] + i * size + ahead)
         for r in range(R):
             for n in range(C):
                 sums[n * R + r] = vfma(part[n], vset(tile[j * LANES + r]), sums[n * R + r])
@@ -154,10 +182,10 @@ cdef inline inlined sum_all_columns(
     cdef Py_ssize_t e = 0, j
     cdef vec sum
     while width - e >= 8 // R * LANES:
-        sum_columns(R, 8 // R, storage, values, low, high, e, ahead, tile, keep, add, out + e * LANES)
+        sum_columns(R, 8 // R, storage, values, low, high, width, e, ahead, tile, keep, add, out + e * LANES)
         e += 8 // R * LANES
     while width - e >= LANES:
-        sum_columns(R, 1, storage, values, low, high, e, ahead, tile, keep, add, out + e * LANES)
+        sum_columns(R, 1, storage, values, low, high, width, e, ahead, tile, keep, add, out + e * LANES)
         e += LANES
     while e < width:
         sum = vset(0)
@@ -173,6 +201,10 @@ cdef inline inlined sum_few_rows(
 ) noexcept nogil:
     if values.storage == INT8:
         sum_all_columns(R, INT8, width, values, low, high, ahead, tile, keep, add, out)
+    elif REAL == FLOAT32 and values.storage == FLOAT16:
+        sum_all_columns(R, FLOAT16, width, values, low, high, ahead, tile, keep, add, out)
+    elif REAL == FLOAT32 and values.storage == BFLOAT16:
+        sum_all_columns(R, BFLOAT16, width, values, low, high, ahead, tile, keep, add, out)
     else:
         sum_all_columns(R, REAL, width, values, low, high, ahead, tile, keep, add, out)
 

@@ -3,7 +3,7 @@ from fastmha._block cimport Block
 from fastmha._call cimport ATOM, Call
 from fastmha._operand cimport Operand, load_row
 from fastmha._simd cimport LANES, prefetch_lines, real, vec, vfma, vloadu, vset, vstoreu
-from fastmha._storage cimport INT8, REAL, load_one
+from fastmha._storage cimport FLOAT32, INT8, REAL, load_one, loads_vectors
 
 
 cdef struct Rows:
@@ -11,8 +11,8 @@ cdef struct Rows:
     Py_ssize_t row                      # from one row to the next, in reals
     # For few queries, the rows one by one.
     const char *at[ATOM]
-    int storage                         # of what lies there: REAL, or INT8 with factors
-    real factor[ATOM]
+    int storage                         # of what lies there
+    real factor[ATOM]                   # of INT8
 
 
 cdef inline void fetch(
@@ -23,15 +23,16 @@ cdef inline void fetch(
     so has a page, for a while."""
     cdef Py_ssize_t first = atom % c.ring if c.ring else atom, j
     cdef bint scattered = c.page and first % c.page + n > c.page
-    if not scattered and factors == NULL:
+    cdef bint in_place = b.few and streamed(o, width)
+    if not scattered and factors == NULL and (o.storage == REAL or not in_place):
         if c.page:
             data += b.table[first // c.page] * o.page
             first %= c.page
         ready(rows, o, data, first, n, width, copy)
     else:
         find_places(rows, c, b, o, data, scales, factors, atom, n)
-        if b.few and (readable(o, width) or o.storage == INT8 and o.col == 1):
-            rows.data = NULL                     # few queries are done in less time than copying takes
+        if in_place:
+            rows.data = NULL
             rows.storage = o.storage
             return
         copy_rows(rows, o, n, width, copy)
@@ -39,6 +40,13 @@ cdef inline void fetch(
         rows.storage = REAL
         for j in range(n):
             rows.at[j] = <const char *>(rows.data + j * rows.row)
+
+
+cdef inline bint streamed(const Operand *o, Py_ssize_t width) noexcept nogil:
+    """Whether `_few` reads rows as they are: few queries are done in less time than copying takes."""
+    if o.storage == REAL:
+        return readable(o, width)
+    return (REAL == FLOAT32 or o.storage == INT8) and loads_vectors(o.storage, o.col)
 
 
 cdef inline bint readable(const Operand *o, Py_ssize_t width) noexcept nogil:

@@ -5,7 +5,7 @@
 #include "_simd.h"
 
 enum Storage { BOOL, FLOAT64, FLOAT32, FLOAT16, BFLOAT16, INT8, STORAGES };
-enum { REAL = REAL_BYTES == 8 ? FLOAT64 : FLOAT32 };
+#define REAL (REAL_BYTES == 8 ? FLOAT64 : FLOAT32)
 
 static inline ptrdiff_t storage_bytes(int storage) {
   static const ptrdiff_t bytes[STORAGES] = {1, 8, 4, 2, 2, 1};
