@@ -3,8 +3,8 @@
 Builds with fused multiply-add (AVX2, AVX-512, NEON) must print the same lines: run it on each, with
 FASTMHA_ISA where a machine has several, and compare the outputs with `diff`. The inputs are exact
 binary fractions, so that no mathematical library has a part in them. What NumPy computes for the
-package is left out, for its bits depend on the processor: the exponentials of `merge_attention` and
-of the sinks' gradient, the products of the class's `backward`, the angles of `Rope`.
+package is left out, for its bits depend on the processor: the sums of the sinks' gradient, the
+products of the class's `backward`, the angles of `Rope`.
 """
 
 import argparse
@@ -136,6 +136,17 @@ def decode_calls(dtype):
                             return fastmha.attention(*a, return_lse=True, **options)
 
                     yield f"decode-{L}-of-8-over-{G}-{name}-threads-{threads}", decode
+
+
+def merge_calls(dtype):
+    q, k, v = qkv(dtype)
+
+    def merged():
+        halves = [slice(0, 96), slice(96, 203)]
+        parts = [fastmha.attention(q, k[:, :, s], v[:, :, s], return_lse=True) for s in halves]
+        return fastmha.merge_attention(*zip(*parts, strict=True))
+
+    yield "merge", merged
 
 
 def varlen_calls(dtype):
@@ -276,7 +287,7 @@ def cache_calls(dtype):
 
 
 GROUPS = [
-    attention_calls, shape_calls, decode_calls, varlen_calls, rotation_calls, gradient_calls,
+    attention_calls, shape_calls, decode_calls, merge_calls, varlen_calls, rotation_calls, gradient_calls,
     class_calls, cache_calls,
 ]  # fmt: skip
 

@@ -7,6 +7,7 @@ import numpy as np
 from ._dispatch import kernels
 from ._dtypes import computed_in, storage
 from ._plan import backward_chunk
+from ._problem import Options, Problem
 
 
 def attend(problem, out=None, swapped=False, want_lse=False):
@@ -82,14 +83,24 @@ def attend_backward(problem, grad, out, lse, swapped=False, grad_mask=False):
 def sink_gradient(problem, grad, out, lse):
     """dsinks (H,): the sink's weight, exp(sink - log of the whole denominator), times -grad . out."""
     exact = problem.lse_dtype
-    sinks = problem.options.sinks.astype(exact)[:, None]
-    with np.errstate(under="ignore", invalid="ignore", divide="ignore", over="ignore"):
+    sinks = np.broadcast_to(problem.options.sinks.astype(exact)[:, None], lse.shape)
+    weight = shares(np.stack([sinks, lse], axis=-1))[0][..., 0]
+    with np.errstate(under="ignore", invalid="ignore", over="ignore"):
         delta = np.einsum("...e,...e->...", grad.astype(exact), out.astype(exact))
-        weight = np.exp(sinks - np.logaddexp(sinks, lse))
-        seen = ~np.isneginf(lse)
-        terms = np.where(seen, weight * delta, 0)
+        terms = np.where(np.isneginf(lse), 0, weight * delta)
         all_but_heads = (*range(terms.ndim - 2), terms.ndim - 1)
         return -terms.sum(all_but_heads, np.float64).astype(exact)
+
+
+def shares(logs):
+    """The softmax over the last axis of logs (..., n), and its LSE (...): each row a query with n keys,
+    whose scores are 0 and whose mask is the row, on an identity of values."""
+    *lead, n = logs.shape
+    rows = logs.reshape(-1, n)
+    query, key = np.zeros((1, len(rows), 1), logs.dtype), np.zeros((1, n, 1), logs.dtype)
+    value = np.eye(n, dtype=logs.dtype)[None]
+    out, lse = attend(Problem(query, key, value, rows, (1,), Options(1.0)), want_lse=True)
+    return out.reshape(logs.shape), lse.reshape(lead)
 
 
 def _arrays(shape, dtype, swapped):

@@ -4,7 +4,7 @@ import numpy as np
 
 from . import _problem
 from ._dtypes import computed_in
-from ._execute import attend, attend_backward, sink_gradient, weigh
+from ._execute import attend, attend_backward, shares, sink_gradient, weigh
 
 
 def scaled_dot_product_attention(
@@ -540,18 +540,11 @@ def merge_attention(outs, lses):
     outs, lses = _problem.check_parts(outs, lses)
     dtype = outs[0].dtype
     exact = computed_in(dtype)
-    lses = [lse.astype(exact) for lse in lses]
-    most = np.maximum.reduce(lses)
-    base = np.where(np.isneginf(most), 0, most)
-    with np.errstate(under="ignore", invalid="ignore", divide="ignore"):
-        weights = [np.exp(lse - base) for lse in lses]
-        total = sum(weights)
-        seen = total != 0
-        share = np.where(seen, total, 1)[..., None]
+    weights, lse = shares(np.stack([lse.astype(exact) for lse in lses], axis=-1))
+    with np.errstate(under="ignore", invalid="ignore"):
         # A part that weighs nothing is left out: what it holds may not be finite.
         out = sum(
-            np.where(w[..., None] != 0, part.astype(exact) * (w[..., None] / share), 0)
-            for w, part in zip(weights, outs, strict=True)
+            np.where(weights[..., i, None] != 0, part.astype(exact) * weights[..., i, None], 0)
+            for i, part in enumerate(outs)
         )
-        lse = np.where(seen, base + np.log(np.where(seen, total, 1)), -np.inf)
-    return out.astype(dtype), lse.astype(exact)
+    return out.astype(dtype), lse
