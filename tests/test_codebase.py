@@ -5,6 +5,7 @@ import ast
 import doctest
 import importlib
 import inspect
+import pickle
 import re
 import subprocess
 import sys
@@ -74,6 +75,7 @@ def imported(module):
             package, _, rest = path.partition(".")
             if package == "fastmha":
                 first = rest.partition(".")[0]
+                first = "_kernels" if first.startswith("_kernels_") else first
                 names.add(first if first in LAYER and first != "__init__" else "__init__")
     return names
 
@@ -146,6 +148,13 @@ def test_every_public_name_has_a_docstring_with_an_example(name):
         assert ">>> " in inspect.getdoc(thing)
 
 
+@pytest.mark.parametrize("name", SURFACE)
+def test_every_public_name_pickles_as_itself(name):
+    thing = getattr(fastmha, name)
+    if not inspect.ismodule(thing):
+        assert pickle.loads(pickle.dumps(thing)) is thing
+
+
 @pytest.mark.parametrize("module", [m for m in MODULES if m not in ("__main__", "__init__")])
 def test_examples_in_docstrings_run(module):
     try:
@@ -179,6 +188,16 @@ def test_compiled_modules_have_stubs():
         assert source.name in text
         assert source.with_suffix(".pyi").exists() or source.stem == "_kernels"
     assert list(SOURCES.glob("_kernels*.pyi"))
+
+
+def test_every_build_of_the_kernels_is_in_an_import_statement():
+    """What packs programs into one file sees no module that a string names."""
+    text = (SOURCES / "meson.build").read_text(encoding="utf-8")
+    isas = set(re.findall(r"'(\w+)': \[", text.partition("precisions =")[0]))
+    assert {"baseline", "neon"} < isas
+    statements = [node for node in ast.walk(tree("_dispatch")) if isinstance(node, ast.ImportFrom)]
+    named = {alias.name for node in statements for alias in node.names}
+    assert {f"_kernels_{isa}_{real}" for isa in isas for real in ("f32", "f64")} <= named
 
 
 def test_the_version_is_the_same_everywhere():

@@ -2,7 +2,6 @@
 
 import json
 import os
-from importlib import import_module
 
 import numpy as np
 
@@ -30,8 +29,19 @@ def _choose():
 
 
 isa = _choose()
-single = import_module(f"fastmha._kernels_{isa}_f32")
-double = import_module(f"fastmha._kernels_{isa}_f64")
+# Written out, since what packs programs into one file (PyInstaller) looks for import statements.
+if isa == "baseline":
+    from . import _kernels_baseline_f32 as single
+    from . import _kernels_baseline_f64 as double
+elif isa == "avx2":
+    from . import _kernels_avx2_f32 as single
+    from . import _kernels_avx2_f64 as double
+elif isa == "avx512":
+    from . import _kernels_avx512_f32 as single
+    from . import _kernels_avx512_f64 as double
+else:
+    from . import _kernels_neon_f32 as single
+    from . import _kernels_neon_f64 as double
 
 
 def kernels(dtype):
