@@ -76,8 +76,8 @@ static unsigned process; /* how many forks lie between this process and the firs
 
 /* The most threads a job gets; exported for threadpoolctl, which reaches them through ctypes. */
 static int limit = 1;
-EXPORT int fastmha_get_num_threads(void) { return limit; }
-EXPORT void fastmha_set_num_threads(int n) { limit = n < 1 ? 1 : n; }
+EXPORT int fastmha_get_num_threads(void) { return __atomic_load_n(&limit, __ATOMIC_RELAXED); }
+EXPORT void fastmha_set_num_threads(int n) { __atomic_store_n(&limit, n < 1 ? 1 : n, __ATOMIC_RELAXED); }
 
 /* With the mutex held: works on the job until no piece is left. */
 static void take_part(Job *job, int slot) {
