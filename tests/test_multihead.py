@@ -87,6 +87,23 @@ def test_rule_2_1_weights_are_bit_identical(seed):
     assert np.array_equal(MultiHeadAttention(24, 4).Wq, Textbook(24, 4).Wq)
 
 
+@pytest.mark.parametrize("name", ["W_q", "W_Q", "wq", "w_o", "WV", "b_q", "B_k"])
+def test_a_weight_by_another_name_is_not_taken_in_silence(name):
+    layer = MultiHeadAttention(8, 2)
+    ours = name[0].upper().replace("B", "b") + name[-1].lower()
+    with pytest.raises(AttributeError, match=f"^{name}: expected {ours}"):
+        setattr(layer, name, getattr(layer, ours))
+
+    class Other(MultiHeadAttention):
+        pass
+
+    setattr(Other, name, property(lambda self: 0, lambda self, x: setattr(self, ours, x)))
+    other = Other(8, 2)
+    setattr(other, name, 2 * getattr(layer, ours))
+    assert np.array_equal(getattr(other, ours), 2 * getattr(layer, ours))
+    layer.w_quality = layer.bk = np.ones(8)  # names of other things, and the true ones
+
+
 def test_rule_2_1_parameters_may_be_assigned_and_edited():
     ours, book = MultiHeadAttention(24, 4, 7), Textbook(24, 4, 7)
     x = tokens(d=24)

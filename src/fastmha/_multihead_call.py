@@ -4,6 +4,7 @@ All errors that can be known are raised here, before anything is computed or a c
 """
 
 import functools
+import re
 from typing import NamedTuple
 
 import numpy as np
@@ -82,6 +83,14 @@ def clear(x, lengths):
     if lengths is not None:
         x[np.arange(x.shape[1]) >= lengths[:, None]] = 0
     return x
+
+
+def check_spelling(layer, name):
+    """Refuses a weight by another class's name: taken in silence, it would change nothing."""
+    found = re.fullmatch("([WB])_?([QKVO])", name, re.IGNORECASE)
+    ours = found and found[1].upper().replace("B", "b") + found[2].lower()
+    if found and name != ours and not hasattr(type(layer), name):
+        raise AttributeError(f"{name}: expected {ours}, as this class calls it")
 
 
 def parameter_shapes(layer):

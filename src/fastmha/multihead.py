@@ -132,6 +132,10 @@ class MultiHeadAttention:
         if seed is not _UNDRAWN:
             self._draw(np.random.default_rng(seed), bias)
 
+    def __setattr__(self, name, value):
+        _multihead_call.check_spelling(self, name)
+        object.__setattr__(self, name, value)
+
     def _draw(self, rng, bias):
         for name, shape in _multihead_call.parameter_shapes(self).items():
             if name.startswith("W"):
