@@ -251,8 +251,12 @@ cdef inline void divide_exactly(const Gradient *g, Block *b, Head *h) noexcept n
             p.most[r], p.total[r] = -INFINITY, 0
             given = b.panel[i].part[r]
             some |= LARGE < given < INFINITY or -INFINITY < given < -LARGE
-    if some:
-        pass_over_scores(c, b, panel, h.key_copy)
+    if not some:
+        for i in range(b.panels):
+            for r in range(PANEL):
+                b.panel[i].part[r] = 1
+        return
+    pass_over_scores(c, b, panel, h.key_copy)
     for i in range(b.panels):
         p = &b.panel[i]
         for v in range(PANEL_VECTORS):
