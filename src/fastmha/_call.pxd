@@ -12,8 +12,10 @@ cdef extern from * nogil:
        * Anything from 48 to 192 runs alike. */
       ATOM = 96,
       PANEL = PANEL_VECTORS * LANES, /* rows of queries that a register tile spans */
-      BLOCK_PANELS = PANEL < 64 ? 64 / PANEL : 1,
-      BLOCK = BLOCK_PANELS * PANEL /* rows of queries that share a reading of the keys */
+      BLOCK_PANELS = PANEL < 128 ? 128 / PANEL : 1,
+      /* Rows of queries that share a reading of the keys: 128 take 2 to 7 per cent less time than 64, and 256
+       * no less than 128. */
+      BLOCK = BLOCK_PANELS * PANEL
     };
     /* Further than any two positions are apart; sums of a few stay in range. */
     #define BOUNDLESS (PTRDIFF_MAX / 8)
