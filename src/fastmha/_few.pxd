@@ -143,7 +143,6 @@ cdef inline vec score_few(
 
 # --- weighted sums -----------------------------------------------------------------------------------
 
-
 cdef inline inlined sum_columns(
     const int R, const int C, const int storage, const Rows *values, Py_ssize_t low, Py_ssize_t high,
     Py_ssize_t width, Py_ssize_t first, Py_ssize_t ahead, const real *tile, vec keep, vec add, real *out,
