@@ -18,7 +18,7 @@ else:
         derandomize=True,
         database=None,
         deadline=None,
-        max_examples=50,
+        max_examples=int(os.environ.get("FASTMHA_TEST_EXAMPLES", "50")),  # fewer under emulation
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
     hypothesis.settings.load_profile("ci")
