@@ -44,9 +44,9 @@ def test_every_half_becomes_the_same_real(name, build):
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("name", HALVES)
 def test_reals_round_to_the_nearest_half_and_ties_to_even(name, build):
-    halves = all_of(as_dtype(name)).astype(np.float32)
-    halves = np.unique(halves[np.isfinite(halves)])
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):  # ARM says so of signalling NaNs that are widened
+        halves = all_of(as_dtype(name)).astype(np.float32)
+        halves = np.unique(halves[np.isfinite(halves)])
         ties = np.concatenate([(halves[1:] + halves[:-1]) / 2, [65520, -65520, 3.4e38, -3.4e38]])
         x = np.concatenate([halves, ties, np.nextafter(ties, np.float32(np.inf)),
                             np.nextafter(ties, np.float32(-np.inf))])  # fmt: skip
