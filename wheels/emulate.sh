@@ -58,7 +58,7 @@ libraries+=:$(find "$root/usr/lib" -type d \( -name blas -o -name lapack \) | pa
 # A script is what the kernel can start, and so what Python starts further Pythons with.
 cat >"$installed/python3" <<END
 #!/bin/sh
-export PYTHONHOME="$root/usr" PYTHONPATH="$paths" PYTHONDONTWRITEBYTECODE=1 OPENBLAS_NUM_THREADS=1
+export PYTHONHOME="$root/usr" PYTHONPATH="$paths\${PYTHONPATH:+:\$PYTHONPATH}" PYTHONDONTWRITEBYTECODE=1 OPENBLAS_NUM_THREADS=1
 unset LD_LIBRARY_PATH
 exec qemu-$machine -L "$root" -E LD_LIBRARY_PATH="$libraries" "$root/usr/bin/python3.11" "\$@"
 END
