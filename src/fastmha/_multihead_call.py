@@ -4,7 +4,7 @@ All errors that can be known are raised here, before anything is computed or a c
 """
 
 import functools
-import re
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -85,11 +85,21 @@ def clear(x, lengths):
     return x
 
 
+# A table, for every assignment to an attribute asks.
+OTHER_SPELLINGS = {
+    first + dash + last: ours
+    for ours in ("Wq", "bq", "Wk", "bk", "Wv", "bv", "Wo", "bo")
+    for first, dash, last in itertools.product(
+        (ours[0].lower(), ours[0].upper()), ("", "_"), (ours[1], ours[1].upper())
+    )
+    if first + dash + last != ours
+}
+
+
 def check_spelling(layer, name):
     """Refuses a weight by another class's name: taken in silence, it would change nothing."""
-    found = re.fullmatch("([WB])_?([QKVO])", name, re.IGNORECASE)
-    ours = found and found[1].upper().replace("B", "b") + found[2].lower()
-    if found and name != ours and not hasattr(type(layer), name):
+    ours = OTHER_SPELLINGS.get(name)
+    if ours and not hasattr(type(layer), name):
         raise AttributeError(f"{name}: expected {ours}, as this class calls it")
 
 
