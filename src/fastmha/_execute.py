@@ -13,10 +13,11 @@ from ._problem import Options, Problem
 def attend(problem, out=None, swapped=False, want_lse=False):
     """The output (..., L, E), or (..., L, H, E) if `swapped`; and the LSE (..., L), or None."""
     q, k, v, mask, lead, options = problem
-    code = storage(q.dtype)
+    dtype = q.dtype
+    code = storage(dtype)
     if out is None:
-        *batch, L, E = *lead, q.shape[-2], v.shape[-1]
-        out = np.empty((*batch[:-1], L, batch[-1], E) if swapped else (*batch, L, E), q.dtype)
+        L, E = q.shape[-2], v.shape[-1]
+        out = np.empty((*lead[:-1], L, lead[-1], E) if swapped else (*lead, L, E), dtype)
     place = out.swapaxes(-3, -2) if swapped else out
     lse = np.empty((*lead, q.shape[-2]), problem.lse_dtype) if want_lse else None
     if 0 in lead:
@@ -26,16 +27,10 @@ def attend(problem, out=None, swapped=False, want_lse=False):
         place[:, end:] = 0
         if want_lse:
             lse[:, end:] = -np.inf
-    codes = (
-        code,
-        code,
-        code,
-        code,
-        0 if lse is None else storage(lse.dtype),
-        0 if mask is None else storage(mask.dtype),
-        0,
-    )
-    kernels(q.dtype).attend(q, k, v, place, lse, mask, None, codes, options)
+    lse_code = 0 if lse is None else storage(lse.dtype)
+    mask_code = 0 if mask is None else storage(mask.dtype)
+    codes = code, code, code, code, lse_code, mask_code, 0
+    kernels(dtype).attend(q, k, v, place, lse, mask, None, codes, options)
     return out, lse
 
 

@@ -5,6 +5,7 @@ in a fixed order: kinds and dtypes, ranks, sizes, then the options one by one. V
 use as indices are copied first and checked then, so that no other thread can change them in between.
 """
 
+import functools
 import math
 import numbers
 import operator
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ._dtypes import as_array, computed_in, float_array, mask_array, real_array, storage
+from ._dtypes import STORAGE, as_array, computed_in, float_array, mask_array, real_array, storage
 
 BOUNDLESS = 1 << 60
 NO_VALUE = object()
@@ -326,6 +327,30 @@ def check_axis(axis, ndim):
 # --- whole calls ------------------------------------------------------------------------------------
 
 
+# What a call without options asks depends on shapes and a dtype alone, and is remembered: where sequences
+# are short, checks take longer than attention.
+
+
+@functools.lru_cache(maxsize=256)
+def plain(checked, query_shape, key_shape, value_shape, dtype, *options):
+    """The lead and the options of a problem of such arrays."""
+    shapes = query_shape, key_shape, value_shape
+    problem = checked(*(np.broadcast_to(np.zeros((), dtype), x) for x in shapes), *options)
+    return problem.lead, problem.options
+
+
+def as_they_are(query, key, value):
+    """Whether the kernels take the arrays without a check of each."""
+    return (
+        type(query) is type(key) is type(value) is np.ndarray
+        and query.dtype is key.dtype is value.dtype
+        and query.dtype in STORAGE
+        and query.flags.aligned
+        and key.flags.aligned
+        and value.flags.aligned
+    )
+
+
 def torch_problem(
     query,
     key,
@@ -338,6 +363,32 @@ def torch_problem(
     rng=None,
 ):
     """A call of `scaled_dot_product_attention`."""
+    if (
+        attn_mask is scale is rng is None
+        and type(is_causal) is type(enable_gqa) is bool
+        and type(dropout_p) is float
+        and dropout_p == 0
+        and as_they_are(query, key, value)
+    ):
+        shapes = query.shape, key.shape, value.shape
+        lead, options = plain(checked_torch, *shapes, query.dtype, is_causal, enable_gqa)
+        return Problem(query, key, value, None, lead, options)
+    return checked_torch(
+        query, key, value, is_causal, enable_gqa, attn_mask, dropout_p, scale, rng
+    )
+
+
+def checked_torch(
+    query,
+    key,
+    value,
+    is_causal,
+    enable_gqa,
+    attn_mask=None,
+    dropout_p=0.0,
+    scale=None,
+    rng=None,
+):
     q, k, v = operands(query, key, value)
     lead = broadcast_lead(q, k, v, enable_gqa)
     check_flag(is_causal, "is_causal")
@@ -377,6 +428,56 @@ def full_problem(
     layout,
 ):
     """A call of `attention`; `value` is NO_VALUE where only weights are asked for."""
+    if (
+        mask is window is scale is softcap is alibi_slopes is sinks is None
+        and key_lengths is query_lengths is rng is None
+        and type(causal) is bool
+        and type(layout) is str
+        and type(dropout_p) is float
+        and dropout_p == 0
+        and as_they_are(query, key, value)
+    ):
+        shapes = query.shape, key.shape, value.shape
+        lead, options = plain(checked_full, *shapes, query.dtype, causal, layout)
+        if layout == "BLHD":
+            query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
+        return Problem(query, key, value, None, lead, options)
+    return checked_full(
+        query,
+        key,
+        value,
+        causal,
+        layout,
+        mask,
+        window,
+        scale,
+        softcap,
+        alibi_slopes,
+        sinks,
+        key_lengths,
+        query_lengths,
+        dropout_p,
+        rng,
+    )
+
+
+def checked_full(
+    query,
+    key,
+    value,
+    causal,
+    layout,
+    mask=None,
+    window=None,
+    scale=None,
+    softcap=None,
+    alibi_slopes=None,
+    sinks=None,
+    key_lengths=None,
+    query_lengths=None,
+    dropout_p=0.0,
+    rng=None,
+):
     if not isinstance(layout, str) or layout not in ("BHLD", "BLHD"):
         raise ValueError(f"layout: expected 'BHLD' or 'BLHD', got {layout!r}")
     if value is NO_VALUE:

@@ -1,6 +1,7 @@
 /* A team of threads. Every caller works on its own job, and idle members join the oldest job with
  * pieces left. All the state is under one mutex; nobody waits for a thread, only for work, so nested
- * and concurrent callers cannot deadlock and a member that wakes late costs nothing.
+ * and concurrent callers cannot deadlock and a member that wakes late costs nothing. Whoever waits looks
+ * out for some microseconds before it sleeps, for waking takes as long as a small job.
  *
  * The pool of scratch memory lies here too, under the same mutex: calls reuse it, so that a call need
  * not fault in fresh pages.
@@ -53,6 +54,13 @@ static double now(void) {
 }
 #define EXPORT __attribute__((visibility("default")))
 #endif
+#if defined(__x86_64__) || defined(__i386__)
+#define pause_a_moment() __builtin_ia32_pause()
+#elif defined(__aarch64__)
+#define pause_a_moment() __asm__ volatile("isb")
+#else
+#define pause_a_moment() __asm__ volatile("")
+#endif
 
 /* One piece of a job: `slot` is below the job's number of threads and no two pieces that run at the
  * same time have the same one. */
@@ -62,7 +70,8 @@ typedef int (*Poll)(void);
 typedef struct Job {
   Body body;
   void *arg;
-  ptrdiff_t pieces, next, running;
+  ptrdiff_t pieces, next;
+  unsigned running; /* how many members take part now */
   int threads, slots;
   unsigned process;
   struct Job *after;
@@ -71,7 +80,8 @@ typedef struct Job {
 static MUTEX mutex = MUTEX_INIT;
 static COND work = COND_INIT, finished = COND_INIT;
 static Job *jobs;
-static int idle, members;
+static int idle, members; /* idle: asleep */
+static unsigned posted;   /* how many jobs there were */
 static unsigned process; /* how many forks lie between this process and the first */
 
 /* The most threads a job gets; exported for threadpoolctl, which reaches them through ctypes. */
@@ -79,16 +89,30 @@ static int limit = 1;
 EXPORT int fastmha_get_num_threads(void) { return __atomic_load_n(&limit, __ATOMIC_RELAXED); }
 EXPORT void fastmha_set_num_threads(int n) { __atomic_store_n(&limit, n < 1 ? 1 : n, __ATOMIC_RELAXED); }
 
+/* With the mutex held, but released meanwhile: waits a little for the number to change. True if it did. */
+static int look_out(const unsigned *number) {
+  enum { MOMENTS = 1000 };
+  const unsigned before = *number;
+  team_unlock();
+  for (int i = 0; i < MOMENTS && __atomic_load_n(number, __ATOMIC_RELAXED) == before; i++) pause_a_moment();
+  team_lock();
+  return *number != before;
+}
+
+/* With the mutex held. What others look out for is written as such. */
+static void change(unsigned *number, int by) { __atomic_store_n(number, *number + by, __ATOMIC_RELAXED); }
+
 /* With the mutex held: works on the job until no piece is left. */
 static void take_part(Job *job, int slot) {
-  job->running++;
+  change(&job->running, 1);
   while (job->next < job->pieces) {
     ptrdiff_t piece = job->next++;
     team_unlock();
     job->body(job->arg, piece, slot);
     team_lock();
   }
-  if (!--job->running) wake_all(&finished);
+  change(&job->running, -1);
+  if (!job->running) wake_all(&finished);
 }
 
 THREAD(member) {
@@ -99,7 +123,7 @@ THREAD(member) {
     while (job && (job->next >= job->pieces || job->slots >= job->threads)) job = job->after;
     if (job) {
       take_part(job, job->slots++);
-    } else {
+    } else if (!look_out(&posted)) {
       idle++;
       team_wait(&work);
       idle--;
@@ -142,6 +166,7 @@ static int run_job(Body body, void *arg, ptrdiff_t pieces, int threads, Poll pol
     Job **last = &jobs;
     while (*last) last = &(*last)->after;
     *last = &job;
+    change(&posted, 1);
     while (members < threads - 1 && start_thread(member)) members++;
     for (int t = 1; t < threads && t <= idle; t++) wake_one(&work);
     team_unlock();
@@ -162,7 +187,8 @@ static int run_job(Body body, void *arg, ptrdiff_t pieces, int threads, Poll pol
     team_lock();
     job.next = pieces;
     if (job.process == process) { /* else `poll` forked: the helpers stayed in the parent */
-      while (job.running) team_wait(&finished);
+      while (job.running)
+        if (!look_out(&job.running)) team_wait(&finished);
       Job **last = &jobs;
       while (*last != &job) last = &(*last)->after;
       *last = job.after;
