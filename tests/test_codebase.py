@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not SOURCES.is_dir(), reason="not in a source tr
 # that a build makes, has its place here all the same.
 LAYERS = [
     {"_build_config", "_cpu", "_team", "_dtypes", "_terminal"},
-    {"_reference_arguments", "_reference_formulas"},
+    {"_checks", "_reference_arguments", "_reference_formulas"},
     {"_kernels", "_problem", "_threads", "reference", "weights"},
     {"_dispatch", "_mask"},
     {"_plan"},

@@ -656,6 +656,41 @@ def test_nothing_crashes_on_any_mixture_of_wrong_arguments():
     assert right > 100
 
 
+def outcome(function, *arguments):
+    """What a call comes to: a record, its arrays as they lie, or an error."""
+    try:
+        problem = function(*arguments)
+    except (TypeError, ValueError) as error:
+        return type(error), str(error)
+    arrays = [(x.__array_interface__, x.strides, x.dtype) for x in problem[:3]]
+    return type(problem), arrays, problem[3:]
+
+
+def test_what_is_remembered_of_plain_calls_is_what_checks_say():
+    rng = np.random.default_rng(0)
+    dtypes = [np.float32] * 20 + [np.float64, np.int32, np.bool_]
+    right = 0
+    for _ in range(1000):
+        shapes = [tuple(rng.choice([0, 1, 2, 3, 4], rng.choice([4, 4, 4, 3, 5]))) for _ in range(3)]
+        if rng.random() < 0.5:
+            shapes = [(B, H, L, D), (B, G, S, D), (B, G, S, E)]
+        arrays = [np.zeros(shape, dtypes[rng.integers(len(dtypes))]) for shape in shapes]
+        flags = [True, False, 1, 0.0, None, np.True_, "top-left"]
+        causal, gqa = (flags[rng.choice(7, p=[0.3, 0.4, *[0.06] * 5])] for _ in range(2))
+        layout = ["BHLD", "BHLD", "BLHD", "LHD", None][rng.integers(5)]
+        options = *(None,) * 7, 0.0, None
+        full = *arrays, None, causal, *options, layout
+        wanted = outcome(_problem.checked_full, *arrays, causal, layout)
+        torch_wanted = outcome(_problem.checked_torch, *arrays, causal, gqa)
+        for _ in range(2):  # the second time from memory
+            assert outcome(_problem.full_problem, *full) == wanted
+            assert (
+                outcome(_problem.torch_problem, *arrays, None, 0.0, causal, None, gqa) == torch_wanted
+            )
+        right += wanted[0] is _problem.Problem
+    assert right > 100
+
+
 def test_the_checks_need_no_kernels():
     """The record can be looked at: what was asked, with defaults filled in."""
     problem = _problem.torch_problem(random(L, 4), random(S, 4), random(S, 2), is_causal=True)

@@ -9,12 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ._dispatch import double, single
-from ._dtypes import FLOATS, float_array, storage
-from ._problem import (
+from ._checks import (
     BOUNDLESS,
-    Options,
-    Problem,
     check_dropout,
     check_lengths,
     check_mask,
@@ -24,6 +20,9 @@ from ._problem import (
     check_softcap,
     check_window,
 )
+from ._dispatch import double, single
+from ._dtypes import FLOATS, float_array, storage
+from ._problem import Options, Problem
 from .weights import float_dtype
 
 INT8 = 5  # in `_storage.h`

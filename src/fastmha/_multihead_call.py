@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import _problem
+from . import _checks
 from ._dtypes import as_array
 from .rope import alibi_slopes
 from .weights import real_array
@@ -34,7 +34,7 @@ def checked(
     x = tokens(layer, x, "x")
     B, L, _ = x.shape
     if lengths is not None:
-        lengths = _problem.check_lengths(lengths, "lengths", B, L)
+        lengths = _checks.check_lengths(lengths, "lengths", B, L)
     source, key_lengths = x, lengths
     if context is not None:
         source, key_lengths = check_context(layer, context, context_lengths, B)
@@ -137,7 +137,7 @@ def check_context(layer, context, context_lengths, B):
         raise ValueError(f"context: expected a batch of {B} like x, got {len(context)}")
     if context_lengths is not None:
         S = context.shape[1]
-        context_lengths = _problem.check_lengths(context_lengths, "context_lengths", B, S)
+        context_lengths = _checks.check_lengths(context_lengths, "context_lengths", B, S)
     return context, context_lengths
 
 
@@ -183,7 +183,7 @@ def check_positions(layer, positions, B, L, start, context):
 
 def call_options(layer, causal, mask, training, rng):
     """The options of `attention` that are not at their defaults: few, most of the time."""
-    _problem.check_causal(causal)
+    _checks.check_causal(causal)
     options = {}
     if not isinstance(causal, (bool, np.bool_)) or causal:
         options["causal"] = causal
@@ -196,7 +196,7 @@ def call_options(layer, causal, mask, training, rng):
     if layer.alibi:
         options["alibi_slopes"] = slopes(layer.n_heads)
     if training:
-        p, seed = _problem.check_dropout(layer.dropout, rng)
+        p, seed = _checks.check_dropout(layer.dropout, rng)
         if p:  # one seed for the call and its gradients
             options.update(dropout_p=p, rng=seed)
     return options
@@ -208,7 +208,7 @@ def check_cached_options(options, cache, start, lengths, lead, L):
     mask = options.get("mask")
     if mask is not None and getattr(cache, "window", None) is None:
         S = (start + (L if lengths is None else lengths)).max(initial=0)
-        options["mask"] = _problem.check_mask(mask, "mask", lead, L, int(S))
+        options["mask"] = _checks.check_mask(mask, "mask", lead, L, int(S))
 
 
 @functools.lru_cache(maxsize=16)

@@ -4,8 +4,8 @@ import numpy as np
 
 from . import _cached
 from ._cached import Held, count
+from ._checks import BOUNDLESS, check_lengths, check_out
 from ._plan import ATOM
-from ._problem import BOUNDLESS, check_lengths, check_out
 
 __all__ = ["KVCache"]
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from . import _problem
+from . import _checks, _problem
 from ._dtypes import computed_in
 from ._execute import attend, attend_backward, shares, sink_gradient, weigh
 
@@ -298,23 +298,24 @@ def attention(
         query,
         key,
         value,
-        mask=mask,
-        causal=causal,
-        window=window,
-        scale=scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        key_lengths=key_lengths,
-        query_lengths=query_lengths,
-        dropout_p=dropout_p,
-        rng=rng,
-        layout=layout,
+        mask,
+        causal,
+        window,
+        scale,
+        softcap,
+        alibi_slopes,
+        sinks,
+        key_lengths,
+        query_lengths,
+        dropout_p,
+        rng,
+        layout,
     )
     swapped = layout == "BLHD"
-    _problem.check_flag(return_lse, "return_lse")
+    if return_lse is not False:
+        _checks.check_flag(return_lse, "return_lse")
     if out is not None:
-        out = _problem.check_out(out, problem, swapped, (query, key, value, mask))
+        out = _checks.check_out(out, problem, swapped, (query, key, value, mask))
     result, lse = attend(problem, out=out, swapped=swapped, want_lse=return_lse)
     return (result, lse) if return_lse else result
 
@@ -500,7 +501,7 @@ def attention_weights(
         layout=layout,
     )
     H, L = problem.lead[1], problem.q.shape[2]
-    return weigh(problem, _problem.chosen(heads, "heads", H), _problem.chosen(rows, "rows", L))
+    return weigh(problem, _checks.chosen(heads, "heads", H), _checks.chosen(rows, "rows", L))
 
 
 def merge_attention(outs, lses):

@@ -5,7 +5,7 @@ import operator
 
 import numpy as np
 
-from . import _multihead_backward, _multihead_call, _problem, weights
+from . import _checks, _multihead_backward, _multihead_call, weights
 from ._execute import project
 from ._multihead_call import clear
 from .functional import attention, attention_weights
@@ -119,14 +119,14 @@ class MultiHeadAttention:
                 f"n_kv_heads: expected a divisor of n_heads={n_heads}, got {n_kv_heads}"
             )
         self.dtype = weights.float_dtype(dtype)
-        if not 0 <= _problem.check_real(dropout, "dropout") <= 1:
+        if not 0 <= _checks.check_real(dropout, "dropout") <= 1:
             raise ValueError(f"dropout: expected a probability from 0 to 1, got {dropout}")
         if rope is not None and not isinstance(rope, Rope):
             raise TypeError(f"rope: expected a Rope or None, got {type(rope).__name__}")
         if rope is not None and rope.dim > self.d_k:
             raise ValueError(f"rope: expected at most d_k={self.d_k} dimensions, got {rope.dim}")
-        _problem.check_window(window, False)
-        _problem.check_softcap(softcap)
+        _checks.check_window(window, False)
+        _checks.check_softcap(softcap)
         self.dropout, self.rope, self.window = dropout, rope, window
         self.softcap, self.alibi = softcap, bool(alibi)
         if seed is not _UNDRAWN:

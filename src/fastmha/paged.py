@@ -6,7 +6,7 @@ import numpy as np
 
 from . import _cached
 from ._cached import Held, count
-from ._problem import check_out
+from ._checks import check_out
 
 __all__ = ["PagedKVCache"]
 

@@ -16,7 +16,7 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from ._problem import chosen
+from ._checks import chosen
 from .functional import attention_weights
 
 __all__ = ["plot_attention", "plot_entropy", "plot_heads", "plot_throughput", "plot_weights"]

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from . import _problem
+from . import _checks, _problem
 from ._dispatch import kernels
 from ._dtypes import real_array, storage
 from ._execute import attend, project
@@ -126,7 +126,7 @@ def softmax(x, axis=-1):
     x = real_array(x, "x")
     if not storage(x.dtype):
         x = x.astype(np.float64)
-    axis = _problem.check_axis(axis, x.ndim)
+    axis = _checks.check_axis(axis, x.ndim)
     out = np.empty(x.shape, x.dtype)
     rows_last = [np.moveaxis(array, axis, -1) for array in (x, out)]
     if x.ndim == 1:

@@ -1,6 +1,6 @@
 """Attention over packed batches: sequences of different lengths, one after the other, without padding."""
 
-from . import _problem
+from . import _checks, _problem
 from ._execute import attend, attend_backward, sink_gradient
 
 
@@ -101,9 +101,9 @@ def attention_varlen(
         dropout_p=dropout_p,
         rng=rng,
     )
-    _problem.check_flag(return_lse, "return_lse")
+    _checks.check_flag(return_lse, "return_lse")
     if out is not None:
-        out = _problem.check_out(out, problem, True, (query, key, value))
+        out = _checks.check_out(out, problem, True, (query, key, value))
     result, lse = attend(problem, out=out, swapped=True, want_lse=return_lse)
     return (result, lse) if return_lse else result
 
