@@ -24,6 +24,15 @@ else:
     hypothesis.settings.load_profile("ci")
 
 
+# How many times as long as elsewhere a test waits: under emulation and sanitizers all is slow.
+PATIENCE = float(os.environ.get("FASTMHA_TEST_PATIENCE", "1"))
+
+
+@pytest.fixture(scope="session")
+def patience():
+    return PATIENCE
+
+
 @pytest.fixture(autouse=True)
 def threads_as_before():
     """The number of threads is one for the process: a test that sets it leaves no trace."""
@@ -70,9 +79,11 @@ def end(process):
 
 @pytest.fixture(scope="session")
 def run_python(start_python):
-    """The same, waiting for its end, at most `timeout` seconds: the completed process."""
+    """The same, waiting for its end, at most `timeout` seconds or longer by `PATIENCE`: the completed
+    process."""
 
     def run(code, *arguments, timeout=60, **environment):
+        timeout *= PATIENCE
         process = start_python(code, *arguments, **environment)
         try:
             out, err = process.communicate(timeout=timeout)

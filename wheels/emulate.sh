@@ -64,4 +64,5 @@ exec qemu-$machine -L "$root" -E LD_LIBRARY_PATH="$libraries" "$root/usr/bin/pyt
 END
 chmod +x "$installed/python3"
 echo "import sys; sys.executable = '$installed/python3'" >"$installed/sitecustomize.py"
+export FASTMHA_TEST_EXAMPLES=${FASTMHA_TEST_EXAMPLES:-3} FASTMHA_TEST_PATIENCE=${FASTMHA_TEST_PATIENCE:-10}
 PATH="$installed:$PATH" "$@"
