@@ -21,7 +21,7 @@ from ._checks import (
     check_window,
 )
 from ._dispatch import double, single
-from ._dtypes import FLOATS, float_array, storage
+from ._dtypes import DOUBLE, FLOATS, float_array, storage
 from ._problem import Options, Problem
 from .weights import float_dtype
 
@@ -121,7 +121,7 @@ def scatter(store, first, slots, x):
 
 def _converting(x, rows):
     """The kernels that convert x: those for float64 make what is too large infinite."""
-    return double if np.float64 in (x.dtype, rows.dtype) and rows.dtype != np.int8 else single
+    return double if DOUBLE in (x.dtype, rows.dtype) and rows.dtype != np.int8 else single
 
 
 def move(source, index, target, place):
@@ -245,7 +245,7 @@ def run(held, problem, out, lse=None, weights=None):
     if held.ring or held.page or held.k_scales is not None:
         place = (held.most, held.ring, held.page, held.table, held.k_scales, held.v_scales)
     # float64 is never computed in less, whichever of the two it is.
-    kernels = double if q.dtype == np.float64 or k.dtype == np.float64 else single
+    kernels = double if DOUBLE in (q.dtype, k.dtype) else single
     kernels.attend(q, k, v, out, lse, mask, weights, codes, options, place)
 
 

@@ -6,12 +6,11 @@ import os
 import numpy as np
 
 from . import _build_config, _cpu
+from ._dtypes import DOUBLE
 from ._threads import get_num_threads
 
 # How many steps beyond the baseline a processor must have gone for a build to run.
 _LEVEL = {"baseline": 0, "neon": 0, "avx2": 1, "avx512": 2}
-
-_DOUBLE = np.dtype(np.float64)
 
 isas = [isa for isa in _build_config.ISAS if _LEVEL[isa] <= _cpu.level()]
 
@@ -48,7 +47,7 @@ else:
 
 def kernels(dtype):
     """The kernels for arrays of a dtype: double precision for float64, single for all others."""
-    return double if dtype == _DOUBLE else single
+    return double if dtype == DOUBLE else single
 
 
 def show_config(mode="stdout"):

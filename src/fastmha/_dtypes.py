@@ -4,10 +4,11 @@ import numpy as np
 
 # What the kernels call an element type; the numbers are those of `_storage.h`.
 BOOL, FLOAT64, FLOAT32, FLOAT16, BFLOAT16 = range(5)
+DOUBLE, SINGLE = np.dtype(np.float64), np.dtype(np.float32)  # a dtype compares faster than a type
 STORAGE = {
     np.dtype(np.bool_): BOOL,
-    np.dtype(np.float64): FLOAT64,
-    np.dtype(np.float32): FLOAT32,
+    DOUBLE: FLOAT64,
+    SINGLE: FLOAT32,
     np.dtype(np.float16): FLOAT16,
 }
 FLOATS = "float64, float32, float16 or bfloat16"
@@ -76,4 +77,4 @@ def real_array(x, name):
 
 def computed_in(dtype):
     """The arithmetic type: float64 for float64, float32 for all others."""
-    return np.dtype(np.float64) if dtype == np.float64 else np.dtype(np.float32)
+    return DOUBLE if dtype == DOUBLE else SINGLE
