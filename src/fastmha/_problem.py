@@ -4,7 +4,6 @@ Every mistake in them is explained here or in `_checks`, and nothing is computed
 done. They run in a fixed order: kinds and dtypes, ranks, sizes, then the options one by one.
 """
 
-import functools
 import operator
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -151,16 +150,24 @@ def grouped_lead(q, k, v):
 # --- whole calls ------------------------------------------------------------------------------------
 
 
-# What a call without options asks depends on shapes and a dtype alone, and is remembered: where sequences
-# are short, checks take longer than attention. So would `Problem(...)`, a function of Python's.
+# What a call without options asks depends on shapes alone, and is remembered: where sequences are short,
+# checks take longer than attention. So would `Problem(...)`, a function of Python's.
 
 
-@functools.lru_cache(maxsize=256)
-def plain(checked, query_shape, key_shape, value_shape, dtype, *options):
-    """The lead and the options of a problem of such arrays."""
-    shapes = query_shape, key_shape, value_shape
-    problem = checked(*(np.broadcast_to(np.zeros((), dtype), x) for x in shapes), *options)
-    return problem.lead, problem.options
+remembered = {}
+
+
+def plain(checked, query, key, value, *options):
+    """The lead and the options of ``checked(query, key, value, *options)``, where the arrays may stay
+    `as_they_are`."""
+    asked = checked, query.shape, key.shape, value.shape, options
+    known = remembered.get(asked)
+    if known is None:
+        known = checked(query, key, value, *options)[4:]
+        if len(remembered) >= 256:
+            remembered.clear()
+        remembered[asked] = known
+    return known
 
 
 def as_they_are(query, key, value):
@@ -168,7 +175,7 @@ def as_they_are(query, key, value):
     return (
         type(query) is type(key) is type(value) is np.ndarray
         and query.dtype is key.dtype is value.dtype
-        and query.dtype in STORAGE
+        and STORAGE.get(query.dtype)
         and query.flags.aligned
         and key.flags.aligned
         and value.flags.aligned
@@ -194,8 +201,7 @@ def torch_problem(
         and dropout_p == 0
         and as_they_are(query, key, value)
     ):
-        shapes = query.shape, key.shape, value.shape
-        lead, options = plain(checked_torch, *shapes, query.dtype, is_causal, enable_gqa)
+        lead, options = plain(checked_torch, query, key, value, is_causal, enable_gqa)
         return tuple.__new__(Problem, (query, key, value, None, lead, options))
     return checked_torch(
         query, key, value, is_causal, enable_gqa, attn_mask, dropout_p, scale, rng
@@ -260,8 +266,7 @@ def full_problem(
         and dropout_p == 0
         and as_they_are(query, key, value)
     ):
-        shapes = query.shape, key.shape, value.shape
-        lead, options = plain(checked_full, *shapes, query.dtype, causal, layout)
+        lead, options = plain(checked_full, query, key, value, causal, layout)
         if layout == "BLHD":
             query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
         return tuple.__new__(Problem, (query, key, value, None, lead, options))

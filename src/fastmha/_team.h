@@ -77,11 +77,14 @@ typedef struct Job {
   struct Job *after;
 } Job;
 
+/* What run_job returns in a child that `poll` forked in the middle: what helpers worked on is lacking. */
+enum { FORKED = -2 };
+
 static MUTEX mutex = MUTEX_INIT;
 static COND work = COND_INIT, finished = COND_INIT;
 static Job *jobs;
-static int idle, members; /* idle: asleep */
-static unsigned posted;   /* how many jobs there were */
+static int members, asleep, looking; /* of the members: these wait, and these will see the next job posted */
+static unsigned posted;              /* how many jobs there were */
 static unsigned process; /* how many forks lie between this process and the first */
 
 /* The most threads a job gets; exported for threadpoolctl, which reaches them through ctypes. */
@@ -123,10 +126,13 @@ THREAD(member) {
     while (job && (job->next >= job->pieces || job->slots >= job->threads)) job = job->after;
     if (job) {
       take_part(job, job->slots++);
-    } else if (!look_out(&posted)) {
-      idle++;
+    } else {
+      looking++;
+      if (look_out(&posted)) continue; /* who posted knows that nobody is looking now */
+      looking--;
+      asleep++;
       team_wait(&work);
-      idle--;
+      asleep--;
     }
   }
   return 0;
@@ -138,7 +144,7 @@ static void before_fork(void) { team_lock(); }
 static void after_fork(void) { team_unlock(); }
 static void in_child(void) {
   jobs = 0;
-  idle = members = 0;
+  members = asleep = looking = 0;
   process++;
   pthread_mutex_init(&mutex, 0);
   pthread_cond_init(&work, 0);
@@ -155,7 +161,7 @@ static void start_team(void) {
 }
 
 /* body(arg, i, slot) for i in 0..pieces, on up to `threads` threads, this one included. Returns what
- * `poll` did where it ended the job early, else 0. */
+ * `poll` did where it ended the job early, FORKED where some pieces are lacking, else 0. */
 static int run_job(Body body, void *arg, ptrdiff_t pieces, int threads, Poll poll) {
   const double patience = 0.1;
   double asked = now();
@@ -168,7 +174,8 @@ static int run_job(Body body, void *arg, ptrdiff_t pieces, int threads, Poll pol
     *last = &job;
     change(&posted, 1);
     while (members < threads - 1 && start_thread(member)) members++;
-    for (int t = 1; t < threads && t <= idle; t++) wake_one(&work);
+    for (int t = looking + 1; t < threads && t <= looking + asleep; t++) wake_one(&work);
+    looking = 0;
     team_unlock();
   }
   while (!ended) {
@@ -186,12 +193,14 @@ static int run_job(Body body, void *arg, ptrdiff_t pieces, int threads, Poll pol
   if (threads > 1) {
     team_lock();
     job.next = pieces;
-    if (job.process == process) { /* else `poll` forked: the helpers stayed in the parent */
+    if (job.process == process) {
       while (job.running)
         if (!look_out(&job.running)) team_wait(&finished);
       Job **last = &jobs;
       while (*last != &job) last = &(*last)->after;
       *last = job.after;
+    } else if (job.running && !ended) { /* `poll` forked: the helpers stayed in the parent */
+      ended = FORKED;
     }
     team_unlock();
   }

@@ -8,6 +8,7 @@ cdef extern from "_team.h" nogil:
         void *start
         size_t size
     void start_team()
+    int FORKED
     int run_job(Body body, void *arg, Py_ssize_t pieces, int threads, Poll poll)
     Block take_block "take_scratch"(size_t size)
     void give_block "give_scratch"(Block block)
@@ -25,7 +26,11 @@ cdef int interrupted() noexcept with gil:
 
 cdef int parallel_for(Body body, void *arg, Py_ssize_t pieces, int threads) except -1 nogil:
     """body(arg, piece, slot) for every piece, on at most `threads` threads: slots 0 to threads - 1."""
-    return run_job(body, arg, pieces, threads, <Poll>interrupted)
+    cdef int ended = run_job(body, arg, pieces, threads, <Poll>interrupted)
+    if ended == FORKED:
+        with gil:
+            raise RuntimeError("a signal handler forked in this call: the parent alone has its result")
+    return ended
 
 
 cdef int look_for_signals(double *asked) noexcept nogil:
