@@ -386,6 +386,7 @@ import numpy as np, fastmha
 warnings.simplefilter("ignore")
 fastmha.set_num_threads(3)
 x = np.random.default_rng(0).standard_normal((1, 8, 6000, 64)).astype(np.float32)
+expected = fastmha.attention(x, x, x)
 forked = []
 signal.signal(signal.SIGALRM, lambda *_: forked.append(os.fork()))
 signal.setitimer(signal.ITIMER_REAL, 0.2)
@@ -394,11 +395,13 @@ try:
 except RuntimeError as error:
     assert "forked" in str(error)
     found = None
+right = np.array_equal(found, expected)
 if not forked[0]:
-    row = fastmha.attention(x[:, :, -1:], x, x)  # the child's own team
-    os._exit(0 if found is None or np.array_equal(found[:, :, -1:], row) else 3)
+    row = fastmha.attention(x[:, :, -1:], x, x)  # with a team of the child's own
+    right |= found is None
+    os._exit(0 if right and np.array_equal(row, expected[:, :, -1:]) else 3)
 assert os.waitstatus_to_exitcode(os.waitpid(forked[0], 0)[1]) == 0
-assert np.array_equal(found, fastmha.attention(x, x, x))
+assert right
 print("well")
 """
     done = run_python(code)
