@@ -10,8 +10,8 @@ from fastmha._math cimport exp2_scaled
 from fastmha._operand cimport store_lanes
 from fastmha._rows cimport Rows, all_finite, copy_rows, prefetch_rows
 from fastmha._simd cimport (
-    INFINITY, LANES, PANEL_VECTORS, TILE_ROWS, bit_vec, bits, half_rows, inlined, prefetch_lines, real,
-    tile_rows, vec, vfma, vless, vload, vload_words, vloadu, vmax, vset, vstore, vstoreu,
+    INFINITY, LANES, PANEL_VECTORS, TILE_ROWS, bit_vec, bits, inlined, prefetch_lines, real, vec, vfma, vless,
+    vload, vload_words, vloadu, vmax, vset, vstore, vstoreu,
 )
 from fastmha._stages cimport (
     add_bias, add_huge_bias, cap_scores, find_maximum, finite, hide_masked, hide_outside, mark_hidden,
@@ -58,21 +58,22 @@ cdef inline inlined score_atom(
     for v in range(V):
         most[v] = vset(-INFINITY)
     tile += low * V * LANES
-    if tile_rows(V) > half_rows(V):
-        while high - j >= tile_rows(V):
-            score_rows(tile_rows(V), V, c.d, rows, keys.row, p.queries, tile, most)
-            rows += tile_rows(V) * keys.row
-            tile += tile_rows(V) * V * LANES
-            j += tile_rows(V)
-    while high - j >= half_rows(V):
+    if V == 1:
+        # With one vector a row of the tile, six chains would wait for one another.
+        while high - j >= 2 * TILE_ROWS:
+            score_rows(2 * TILE_ROWS, V, c.d, rows, keys.row, p.queries, tile, most)
+            rows += 2 * TILE_ROWS * keys.row
+            tile += 2 * TILE_ROWS * V * LANES
+            j += 2 * TILE_ROWS
+    while high - j >= TILE_ROWS:
         if values != NULL:
-            prefetch_rows(values, j, j + half_rows(V), c.e)
+            prefetch_rows(values, j, j + TILE_ROWS, c.e)
         if mask != NULL:
-            prefetch_mask(c, p, mask, place, j // half_rows(V))
-        score_rows(half_rows(V), V, c.d, rows, keys.row, p.queries, tile, most)
-        rows += half_rows(V) * keys.row
-        tile += half_rows(V) * V * LANES
-        j += half_rows(V)
+            prefetch_mask(c, p, mask, place, j // TILE_ROWS)
+        score_rows(TILE_ROWS, V, c.d, rows, keys.row, p.queries, tile, most)
+        rows += TILE_ROWS * keys.row
+        tile += TILE_ROWS * V * LANES
+        j += TILE_ROWS
     left = high - j
     if left == 5:
         score_rows(5, V, c.d, rows, keys.row, p.queries, tile, most)
@@ -139,7 +140,7 @@ cdef inline bint score_tile(
         score_vectors(2, c, b, p, atom, keys, values, low, high, most, &partly)
     elif PANEL_VECTORS > 2 and p.vectors == 3:
         score_vectors(3, c, b, p, atom, keys, values, low, high, most, &partly)
-    elif PANEL_VECTORS > 3:
+    elif PANEL_VECTORS > 2:
         score_vectors(PANEL_VECTORS, c, b, p, atom, keys, values, low, high, most, &partly)
     return partly
 
@@ -202,17 +203,17 @@ cdef inline inlined sum_values(
     cdef Py_ssize_t e = 0, left, n = high - low
     cdef const real *columns = values.data + low * values.row
     tile += low * V * LANES
-    if tile_rows(V) > half_rows(V):
-        while width - e >= tile_rows(V):
-            value_rows(tile_rows(V), V, n, columns, values.row, tile, keep, add, out)
-            columns += tile_rows(V)
-            out += tile_rows(V) * V * LANES
-            e += tile_rows(V)
-    while width - e >= half_rows(V):
-        value_rows(half_rows(V), V, n, columns, values.row, tile, keep, add, out)
-        columns += half_rows(V)
-        out += half_rows(V) * V * LANES
-        e += half_rows(V)
+    if V == 1:
+        while width - e >= 2 * TILE_ROWS:
+            value_rows(2 * TILE_ROWS, V, n, columns, values.row, tile, keep, add, out)
+            columns += 2 * TILE_ROWS
+            out += 2 * TILE_ROWS * V * LANES
+            e += 2 * TILE_ROWS
+    while width - e >= TILE_ROWS:
+        value_rows(TILE_ROWS, V, n, columns, values.row, tile, keep, add, out)
+        columns += TILE_ROWS
+        out += TILE_ROWS * V * LANES
+        e += TILE_ROWS
     left = width - e
     if left == 5:
         value_rows(5, V, n, columns, values.row, tile, keep, add, out)
@@ -379,5 +380,5 @@ cdef inline void step(
         advance(2, c, b, p, atom, keys, values, values_finite)
     elif PANEL_VECTORS > 2 and p.vectors == 3:
         advance(3, c, b, p, atom, keys, values, values_finite)
-    elif PANEL_VECTORS > 3:
+    elif PANEL_VECTORS > 2:
         advance(PANEL_VECTORS, c, b, p, atom, keys, values, values_finite)

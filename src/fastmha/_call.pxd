@@ -12,7 +12,7 @@ cdef extern from * nogil:
        * Anything from 48 to 192 runs alike. */
       ATOM = 96,
       PANEL = PANEL_VECTORS * LANES, /* rows of queries that a register tile spans */
-      BLOCK_PANELS = (128 + PANEL - 1) / PANEL,
+      BLOCK_PANELS = PANEL < 128 ? 128 / PANEL : 1,
       /* Rows of queries that share a reading of the keys: 128 take 2 to 7 per cent less time than 64, and 256
        * no less than 128. */
       BLOCK = BLOCK_PANELS * PANEL

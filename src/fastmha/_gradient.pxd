@@ -20,8 +20,8 @@ from fastmha._math cimport exp2_scaled, vexp, vlog
 from fastmha._operand cimport MOST_AXES, Operand, load_lanes, load_row, locate, store_lanes, store_row
 from fastmha._rows cimport Rows, all_finite, ready
 from fastmha._simd cimport (
-    COLUMN_ROWS, COLUMN_VECTORS, INFINITY, LANES, MANTISSA, PANEL_VECTORS, REAL_MAX, TILE_ROWS, TINY, real,
-    vabs, vec, vfma, vless, vload, vloadu, vmax, vset, vstore,
+    INFINITY, LANES, MANTISSA, PANEL_VECTORS, REAL_MAX, TILE_ROWS, TINY, real, vabs, vec, vfma, vless, vload,
+    vloadu, vmax, vset, vstore,
 )
 from fastmha._stages cimport scale_scores, weigh
 from fastmha._storage cimport load_one
@@ -389,19 +389,19 @@ cdef inline void add_outer(
     while j < n:
         column = 0
         while column < vectors:
-            if n - j >= COLUMN_ROWS and vectors - column >= COLUMN_VECTORS:
-                outer_rows(COLUMN_ROWS, COLUMN_VECTORS, panels, tiles + j * PANEL, ATOM * PANEL,
+            if n - j >= TILE_ROWS and vectors - column >= PANEL_VECTORS:
+                outer_rows(TILE_ROWS, PANEL_VECTORS, panels, tiles + j * PANEL, ATOM * PANEL,
                            rows + column * LANES, pitch, sums + j * pitch + column * LANES, pitch)
-                column += COLUMN_VECTORS
-            elif n - j >= COLUMN_ROWS:
-                outer_rows(COLUMN_ROWS, 1, panels, tiles + j * PANEL, ATOM * PANEL, rows + column * LANES,
+                column += PANEL_VECTORS
+            elif n - j >= TILE_ROWS:
+                outer_rows(TILE_ROWS, 1, panels, tiles + j * PANEL, ATOM * PANEL, rows + column * LANES,
                            pitch, sums + j * pitch + column * LANES, pitch)
                 column += 1
             else:
                 outer_rows(1, 1, panels, tiles + j * PANEL, ATOM * PANEL, rows + column * LANES, pitch,
                            sums + j * pitch + column * LANES, pitch)
                 column += 1
-        j += COLUMN_ROWS if n - j >= COLUMN_ROWS else 1
+        j += TILE_ROWS if n - j >= TILE_ROWS else 1
 
 
 cdef inline void add_seen_outer(

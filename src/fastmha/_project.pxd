@@ -9,9 +9,10 @@ multiply-adds: the same bits for one row and for many.
 """
 from libc.string cimport memcpy, memset
 
+from fastmha._call cimport PANEL
 from fastmha._operand cimport Operand, load_row, store_row
 from fastmha._simd cimport (
-    COLUMN_ROWS, COLUMN_VECTORS, LANES, inlined, real, vec, vfma, vload, vloadu, vset, vstore,
+    LANES, PANEL_VECTORS, TILE_ROWS, inlined, real, vec, vfma, vload, vloadu, vset, vstore,
 )
 from fastmha._storage cimport REAL
 from fastmha._tile cimport project_rows
@@ -20,10 +21,9 @@ cdef extern from * nogil:
     """
     #include "_simd.h"
     enum {
-      COLUMNS = COLUMN_VECTORS * LANES,    /* of a panel */
       PROJECT_ROWS = 96,
       PROJECT_COLUMNS = 2048 / REAL_BYTES, /* at most: a block's sums take up 192 KiB */
-      PROJECT_STEPS = COLUMNS * REAL_BYTES > 64 ? 64 : 128, /* a panel fits the first-level cache */
+      PROJECT_STEPS = PANEL * REAL_BYTES > 64 ? 64 : 128, /* of which a panel fits the first-level cache */
       PACKED_BYTES = 4 << 20,
       PIECE_BYTES = 256 << 10,             /* copied in a piece of work */
       FEW_ROWS = 4,                        /* for which nothing is copied */
@@ -33,7 +33,6 @@ cdef extern from * nogil:
     };
     """
     enum:
-        COLUMNS
         PROJECT_ROWS
         PROJECT_COLUMNS
         PROJECT_STEPS
@@ -66,18 +65,17 @@ cdef inline void plan_projection(Projection *p, int threads) noexcept nogil:
     cdef Py_ssize_t group = PROJECT_COLUMNS
     cdef double cost
     p.row_blocks = (p.rows + PROJECT_ROWS - 1) // PROJECT_ROWS
-    p.block_rows = (p.rows + p.row_blocks - 1) // p.row_blocks
-    p.block_rows = (p.block_rows + COLUMN_ROWS - 1) // COLUMN_ROWS * COLUMN_ROWS
-    p.panel_reals = p.steps * COLUMNS + 64 // <Py_ssize_t>sizeof(real)
+    p.block_rows = ((p.rows + p.row_blocks - 1) // p.row_blocks + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
+    p.panel_reals = p.steps * PANEL + 64 // <Py_ssize_t>sizeof(real)
     p.first = 0
     p.stop = p.columns
     if not reads_in_place(p):
         group = PACKED_BYTES // (p.panel_reals * <Py_ssize_t>sizeof(real))
-        p.stop = min(p.columns, max(<Py_ssize_t>PROJECT_COLUMNS, group * COLUMNS))
+        p.stop = min(p.columns, max(<Py_ssize_t>PROJECT_COLUMNS, group * PANEL))
     p.block_columns = PROJECT_COLUMNS
     p.packed_steps = max(<Py_ssize_t>1, PIECE_BYTES // (p.stop * <Py_ssize_t>sizeof(real)))
     # Rows read in place come from memory, best in long pieces; copied ones make pieces of equal work.
-    while p.block_columns > 2 * COLUMNS and blocks(p) < (threads if reads_in_place(p) else 4 * threads):
+    while p.block_columns > 2 * PANEL and blocks(p) < (threads if reads_in_place(p) else 4 * threads):
         p.block_columns //= 2
     cost = <double>p.block_columns * (p.steps + 8) * (3 if reads_in_place(p) else p.block_rows)
     p.grain = <Py_ssize_t>max(1.0, min(1e6, 1e6 / cost))
@@ -97,7 +95,7 @@ cdef inline Py_ssize_t blocks(const Projection *p) noexcept nogil:
 
 
 cdef inline size_t packed_bytes(const Projection *p) noexcept nogil:
-    return 0 if reads_in_place(p) else (p.stop + COLUMNS - 1) // COLUMNS * p.panel_reals * sizeof(real)
+    return 0 if reads_in_place(p) else (p.stop + PANEL - 1) // PANEL * p.panel_reals * sizeof(real)
 
 
 cdef inline void pack_steps(const Projection *p, Py_ssize_t number, real *line) noexcept nogil:
@@ -105,16 +103,16 @@ cdef inline void pack_steps(const Projection *p, Py_ssize_t number, real *line) 
     cdef Py_ssize_t step, panel, columns = p.stop - p.first
     cdef Py_ssize_t start = number * p.packed_steps
     cdef const char *source = p.w.data + start * p.w.row + p.first * p.w.col
-    cdef Py_ssize_t whole = columns // COLUMNS if p.w.storage == REAL and p.w.col == sizeof(real) else 0
+    cdef Py_ssize_t whole = columns // PANEL if p.w.storage == REAL and p.w.col == sizeof(real) else 0
     for step in range(start, min(p.steps, start + p.packed_steps)):
         for panel in range(whole):
-            memcpy(p.panels + panel * p.panel_reals + step * COLUMNS, source + panel * COLUMNS * p.w.col,
-                   COLUMNS * sizeof(real))
-        for panel in range(whole, (columns + COLUMNS - 1) // COLUMNS):
-            memset(line, 0, COLUMNS * sizeof(real))
-            load_row(source + panel * COLUMNS * p.w.col, p.w.storage, p.w.col,
-                     min(<Py_ssize_t>COLUMNS, columns - panel * COLUMNS), line)
-            memcpy(p.panels + panel * p.panel_reals + step * COLUMNS, line, COLUMNS * sizeof(real))
+            memcpy(p.panels + panel * p.panel_reals + step * PANEL, source + panel * PANEL * p.w.col,
+                   PANEL * sizeof(real))
+        for panel in range(whole, (columns + PANEL - 1) // PANEL):
+            memset(line, 0, PANEL * sizeof(real))
+            load_row(source + panel * PANEL * p.w.col, p.w.storage, p.w.col,
+                     min(<Py_ssize_t>PANEL, columns - panel * PANEL), line)
+            memcpy(p.panels + panel * p.panel_reals + step * PANEL, line, PANEL * sizeof(real))
         source += p.w.row
 
 
@@ -122,18 +120,18 @@ cdef inline void project_panel(
     Py_ssize_t rows, Py_ssize_t steps, const real *x, const real *panel, real *sums
 ) noexcept nogil:
     """Some steps further with all rows of a panel of columns."""
-    while rows >= COLUMN_ROWS:
-        project_rows(COLUMN_ROWS, COLUMN_VECTORS, steps, x, X_PITCH, panel, sums, SUMS_PITCH)
-        x += COLUMN_ROWS * X_PITCH
-        sums += COLUMN_ROWS * SUMS_PITCH
-        rows -= COLUMN_ROWS
+    while rows >= TILE_ROWS:
+        project_rows(TILE_ROWS, PANEL_VECTORS, steps, x, X_PITCH, panel, sums, SUMS_PITCH)
+        x += TILE_ROWS * X_PITCH
+        sums += TILE_ROWS * SUMS_PITCH
+        rows -= TILE_ROWS
     while rows >= 2:
-        project_rows(2, COLUMN_VECTORS, steps, x, X_PITCH, panel, sums, SUMS_PITCH)
+        project_rows(2, PANEL_VECTORS, steps, x, X_PITCH, panel, sums, SUMS_PITCH)
         x += 2 * X_PITCH
         sums += 2 * SUMS_PITCH
         rows -= 2
     if rows:
-        project_rows(1, COLUMN_VECTORS, steps, x, X_PITCH, panel, sums, SUMS_PITCH)
+        project_rows(1, PANEL_VECTORS, steps, x, X_PITCH, panel, sums, SUMS_PITCH)
 
 
 cdef inline inlined take_steps(
@@ -191,13 +189,13 @@ cdef inline void project_block(const Projection *p, Py_ssize_t number, real *scr
     cdef Py_ssize_t columns = min(p.block_columns, p.stop - p.first - column)
     cdef Py_ssize_t step = 0, steps, r, j, x_row = p.x.row // <Py_ssize_t>sizeof(real)
     cdef const real *x = <const real *>(p.x.data + member * p.x.lead[0] + row * p.x.row)
-    cdef const real *panels = p.panels + column // COLUMNS * p.panel_reals
+    cdef const real *panels = p.panels + column // PANEL * p.panel_reals
     cdef real *sums = scratch
     cdef real *x_copy = sums + PROJECT_ROWS * SUMS_PITCH
     cdef real *bias = x_copy + PROJECT_ROWS * X_PITCH
     column += p.first
     for r in range(rows):
-        memset(sums + r * SUMS_PITCH, 0, (columns + COLUMNS - 1) // COLUMNS * COLUMNS * sizeof(real))
+        memset(sums + r * SUMS_PITCH, 0, (columns + PANEL - 1) // PANEL * PANEL * sizeof(real))
     if p.panels == NULL:
         project_few(rows, p.steps, columns, x, x_row, <const real *>(p.w.data + column * p.w.col),
                     p.w.row // <Py_ssize_t>sizeof(real), sums)
@@ -206,10 +204,8 @@ cdef inline void project_block(const Projection *p, Py_ssize_t number, real *scr
         steps = min(<Py_ssize_t>PROJECT_STEPS, p.steps - step)
         for r in range(rows):
             load_row(<const char *>(x + r * x_row + step), REAL, sizeof(real), steps, x_copy + r * X_PITCH)
-        for j in range((columns + COLUMNS - 1) // COLUMNS):
-            project_panel(
-                rows, steps, x_copy, panels + j * p.panel_reals + step * COLUMNS, sums + j * COLUMNS,
-            )
+        for j in range((columns + PANEL - 1) // PANEL):
+            project_panel(rows, steps, x_copy, panels + j * p.panel_reals + step * PANEL, sums + j * PANEL)
         step += steps
     if p.bias.data != NULL:
         load_row(p.bias.data + column * p.bias.col, p.bias.storage, p.bias.col, columns, bias)

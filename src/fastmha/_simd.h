@@ -43,37 +43,29 @@ enum { MANTISSA = 23, EXPONENT_BIAS = 127 };
 #define INLINED void
 #endif
 
-/* The register tile of `_tile.pxd`: PANEL_VECTORS of queries by TILE_ROWS; where columns of a matrix lie across lanes,
- * a power of two as a rule, COLUMN_VECTORS by COLUMN_ROWS. With 16 registers, panels of three vectors read keys and
- * values two thirds as often as of two, and rows in fours leave no remainder of 64: 1.5 to 3 per cent less time. */
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #define VECTOR_BYTES 64
-enum { PANEL_VECTORS = 4, TILE_ROWS = 6, COLUMN_VECTORS = 4, COLUMN_ROWS = 6 }; /* 24 accumulators of 32 registers */
+enum { PANEL_VECTORS = 4, TILE_ROWS = 6 };  /* 24 accumulators of 32 registers */
 #elif defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
 #define VECTOR_BYTES 32
-enum { PANEL_VECTORS = 3, TILE_ROWS = 4, COLUMN_VECTORS = 2, COLUMN_ROWS = 6 }; /* 12 of 16 */
+enum { PANEL_VECTORS = 2, TILE_ROWS = 6 };  /* 12 accumulators of 16 registers */
 #elif defined(__aarch64__) && defined(__ARM_NEON)
 #include <arm_neon.h>
 #define VECTOR_BYTES 16
-enum { PANEL_VECTORS = 4, TILE_ROWS = 6, COLUMN_VECTORS = 4, COLUMN_ROWS = 6 }; /* 24 of 32 */
+enum { PANEL_VECTORS = 4, TILE_ROWS = 6 };  /* 24 of 32 */
 #elif defined(__SSE2__)
 #include <emmintrin.h>
 #define VECTOR_BYTES 16
-enum { PANEL_VECTORS = 2, TILE_ROWS = 6, COLUMN_VECTORS = 2, COLUMN_ROWS = 6 }; /* 12 of 16 */
+enum { PANEL_VECTORS = 2, TILE_ROWS = 6 };  /* 12 of 16 */
 #elif defined(__GNUC__) && (defined(__wasm_simd128__) || defined(__VSX__) || defined(__riscv_vector))
 #define VECTOR_BYTES 16
-enum { PANEL_VECTORS = 2, TILE_ROWS = 6, COLUMN_VECTORS = 2, COLUMN_ROWS = 6 };
+enum { PANEL_VECTORS = 2, TILE_ROWS = 6 };
 #else
 #define VECTOR_BYTES 0
-enum { PANEL_VECTORS = 2, TILE_ROWS = 4, COLUMN_VECTORS = 2, COLUMN_ROWS = 4 };
+enum { PANEL_VECTORS = 2, TILE_ROWS = 4 };
 #endif
-
-/* Rows for a panel of fewer vectors: at least 12 chains of multiply-adds, lest one wait for itself; and half as many
- * for what is left. */
-#define tile_rows(vectors) ((vectors) * TILE_ROWS < 12 ? 12 / (vectors) : TILE_ROWS)
-#define half_rows(vectors) (tile_rows(vectors) / 2 > TILE_ROWS ? tile_rows(vectors) / 2 : TILE_ROWS)
 
 /* Whether vfma rounds once. Builds that do agree with one another in every bit. */
 #if defined(__FMA__) || (defined(__aarch64__) && VECTOR_BYTES)

@@ -11,8 +11,6 @@ cdef extern from "_simd.h" nogil:
         LANES
         PANEL_VECTORS
         TILE_ROWS
-        COLUMN_VECTORS
-        COLUMN_ROWS
         FUSED
         REAL_BYTES
         MANTISSA
@@ -22,8 +20,6 @@ cdef extern from "_simd.h" nogil:
     const real TINY                              # the least normal number
     const real INFINITY
 
-    int tile_rows(int vectors)
-    int half_rows(int vectors)
     vec vset(real x)
     vec vload(const real *aligned)
     vec vloadu(const real *p)
