@@ -24,13 +24,10 @@ else:
     hypothesis.settings.load_profile("ci")
 
 
-# How many times as long as elsewhere a test waits: under emulation and sanitizers all is slow.
-PATIENCE = float(os.environ.get("FASTMHA_TEST_PATIENCE", "1"))
-
-
 @pytest.fixture(scope="session")
 def patience():
-    return PATIENCE
+    """How many times as long as elsewhere a test waits: under emulation and sanitizers all is slow."""
+    return float(os.environ.get("FASTMHA_TEST_PATIENCE", "1"))
 
 
 @pytest.fixture(autouse=True)
@@ -78,12 +75,12 @@ def end(process):
 
 
 @pytest.fixture(scope="session")
-def run_python(start_python):
-    """The same, waiting for its end, at most `timeout` seconds or longer by `PATIENCE`: the completed
+def run_python(start_python, patience):
+    """The same, waiting for its end, at most `timeout` seconds or longer by `patience`: the completed
     process."""
 
     def run(code, *arguments, timeout=60, **environment):
-        timeout *= PATIENCE
+        timeout *= patience
         process = start_python(code, *arguments, **environment)
         try:
             out, err = process.communicate(timeout=timeout)

@@ -381,7 +381,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 def test_a_child_forked_within_a_call_has_its_result_or_an_error(run_python):
     """By a signal handler: what helpers work on at that moment stays with the parent."""
     code = """
-import os, signal, warnings
+import os, signal, time, warnings
 import numpy as np, fastmha
 warnings.simplefilter("ignore")
 fastmha.set_num_threads(3)
@@ -395,6 +395,8 @@ try:
 except RuntimeError as error:
     assert "forked" in str(error)
     found = None
+while not forked:  # where the call was faster than the timer
+    time.sleep(0.01)
 right = np.array_equal(found, expected)
 if not forked[0]:
     row = fastmha.attention(x[:, :, -1:], x, x)  # with a team of the child's own

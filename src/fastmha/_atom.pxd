@@ -319,6 +319,7 @@ cdef inline inlined advance(
         sum_few(p, c.e, values, low, high, ahead, b.tile, keep[0], add[0])
     else:
         if p.first == 0 and keys.data != b.key_copy:
+            # The next atom's, or where heads are short those of some heads further on.
             prefetch_rows(keys, ATOM, ATOM + min(<Py_ssize_t>ATOM, b.keys - atom), c.d)
         sum_values(V, c.e, values, low, high, b.tile, keep, add, p.out)
 

@@ -65,7 +65,8 @@ libraries=
 for name in ${preload[@]+"${preload[@]}"}; do
   libraries+="$("$CC" -print-file-name="$name"):"
 done
-export OPENBLAS_NUM_THREADS=1 FASTMHA_NUM_THREADS=${FASTMHA_NUM_THREADS:-4} FASTMHA_TEST_PATIENCE=${FASTMHA_TEST_PATIENCE:-10}
+export OPENBLAS_NUM_THREADS=1 FASTMHA_NUM_THREADS=${FASTMHA_NUM_THREADS:-4}
+export FASTMHA_TEST_PATIENCE=${FASTMHA_TEST_PATIENCE:-10}
 if [[ -n ${RUN:-} ]]; then
   read -ra command <<<"$RUN"
 else
