@@ -35,9 +35,16 @@ typedef uint32_t bits;
 enum { MANTISSA = 23, EXPONENT_BIAS = 127 };
 #endif
 
+/* gcc's extensions: clang has them under each of its names, clang-cl as well, where __GNUC__ is not defined. */
+#if defined(__GNUC__) || defined(__clang__)
+#define GNU_EXTENSIONS 1
+#else
+#define GNU_EXTENSIONS 0
+#endif
+
 /* What a function returns that has to be inlined, that is, compiled anew for the constants it is called with. Left
  * to itself, gcc makes one function with loops for the rarer of them, and the accumulators lie in memory. */
-#ifdef __GNUC__
+#if GNU_EXTENSIONS
 #define INLINED __attribute__((always_inline)) void
 #else
 #define INLINED void
@@ -59,13 +66,17 @@ enum { PANEL_VECTORS = 4, TILE_ROWS = 6 };  /* 24 of 32 */
 #include <emmintrin.h>
 #define VECTOR_BYTES 16
 enum { PANEL_VECTORS = 2, TILE_ROWS = 6 };  /* 12 of 16 */
-#elif defined(__GNUC__) && (defined(__wasm_simd128__) || defined(__VSX__) || defined(__riscv_vector))
+#elif GNU_EXTENSIONS && (defined(__wasm_simd128__) || defined(__VSX__) || defined(__riscv_vector))
 #define VECTOR_BYTES 16
 enum { PANEL_VECTORS = 2, TILE_ROWS = 6 };
 #else
 #define VECTOR_BYTES 0
 enum { PANEL_VECTORS = 2, TILE_ROWS = 4 };
 #endif
+
+/* Steps of the tile's loop that are written out. With 12 multiply-adds a step, the loop's own instructions are a
+ * seventh of all, which tells where a core is shared; with 24, gcc keeps them in registers only one step at a time. */
+enum { TILE_STEPS = VECTOR_BYTES == 32 ? 4 : 1 };
 
 /* Whether vfma rounds once. Builds that do agree with one another in every bit. */
 #if defined(__FMA__) || (defined(__aarch64__) && VECTOR_BYTES)
@@ -129,6 +140,20 @@ static inline vec vfma(vec a, vec b, vec c) {
   return (vec)NEON(vfmaq)(c, a, b);
 #else
   return a * b + c;
+#endif
+}
+
+/* The same, its result in c's register: gcc, when free to put it elsewhere, moves and spills accumulators. */
+static inline vec vfma_in_place(vec a, vec b, vec c) {
+#if VECTOR_BYTES == 32 && GNU_EXTENSIONS
+#ifdef FASTMHA_DOUBLE
+  __asm__("vfmadd231pd %2, %1, %0" : "+x"(c) : "x"(a), "x"(b));
+#else
+  __asm__("vfmadd231ps %2, %1, %0" : "+x"(c) : "x"(a), "x"(b));
+#endif
+  return c;
+#else
+  return vfma(a, b, c);
 #endif
 }
 
@@ -233,7 +258,7 @@ static inline vec vkeep(bit_vec word, uint32_t least, vec x) {
 /* Asks for what will be read or written before long; any address will do. */
 enum { LINE = 64 /* bytes of a cache line */ };
 static inline void vprefetch(const char *p) {
-#ifdef __GNUC__
+#if GNU_EXTENSIONS
   __builtin_prefetch(p);
 #endif
 }

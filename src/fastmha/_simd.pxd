@@ -11,6 +11,7 @@ cdef extern from "_simd.h" nogil:
         LANES
         PANEL_VECTORS
         TILE_ROWS
+        TILE_STEPS
         FUSED
         REAL_BYTES
         MANTISSA
@@ -26,6 +27,7 @@ cdef extern from "_simd.h" nogil:
     void vstore(real *aligned, vec a)
     void vstoreu(real *p, vec a)
     vec vfma(vec a, vec b, vec c)                # a * b + c
+    vec vfma_in_place(vec a, vec b, vec c)       # the same, its result where c was
     vec vless(vec a, vec b, vec x, vec y)        # x where a < b, else y; y for a NaN
     vec vmax(vec a, vec b)                       # b for a NaN
     vec vabs(vec a)

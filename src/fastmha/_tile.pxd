@@ -11,7 +11,8 @@ and all accumulators stay in registers. Per step: V loads, R broadcasts, R * V m
 over d, and over keys, in order: nothing here depends on R and V but speed.
 """
 from fastmha._simd cimport (
-    LANES, PANEL_VECTORS, TINY, inlined, real, vabs, vec, vfma, vless, vload, vmax, vset, vstore,
+    LANES, PANEL_VECTORS, TILE_ROWS, TILE_STEPS, TINY, inlined, real, vabs, vec, vfma, vfma_in_place, vless,
+    vload, vmax, vset, vstore,
 )
 
 cdef enum:
@@ -19,24 +20,40 @@ cdef enum:
     MOST_VECTORS = 4
 
 
-cdef inline inlined accumulate(
-    const int R, const int V, Py_ssize_t steps, const real *scalars, Py_ssize_t row, Py_ssize_t step,
-    const real *panel, vec *sums,
+cdef inline inlined multiply_add(
+    const int R, const int V, const real *scalars, Py_ssize_t row, const real *panel, vec *sums
 ) noexcept nogil:
-    """sums[r * V + v] += sum over n < steps of scalars[r * row + n * step] * panel[n][v]."""
+    """sums[r * V + v] += scalars[r * row] * panel[v]."""
     cdef vec x[MOST_VECTORS]
     cdef vec scalar
-    cdef Py_ssize_t _n
     cdef int r, v
-    for _n in range(steps):
+    for v in range(V):
+        x[v] = vload(panel + v * LANES)
+    for r in range(R):
+        scalar = vset(scalars[r * row])
         for v in range(V):
-            x[v] = vload(panel + v * LANES)
-        panel += V * LANES
-        for r in range(R):
-            scalar = vset(scalars[r * row])
-            for v in range(V):
-                sums[r * V + v] = vfma(scalar, x[v], sums[r * V + v])
+            sums[r * V + v] = vfma_in_place(scalar, x[v], sums[r * V + v])
+
+
+cdef inline inlined accumulate(
+    const int R, const int V, Py_ssize_t steps, const real *scalars, Py_ssize_t row, Py_ssize_t step,
+    const real *panel, Py_ssize_t pitch, vec *sums,
+) noexcept nogil:
+    """sums[r * V + v] += sum over n < steps of scalars[r * row + n * step] * panel[n * pitch][v]."""
+    cdef Py_ssize_t _n
+    if TILE_STEPS == 4 and R == TILE_ROWS and V > 1:
+        for _n in range(steps >> 2):
+            multiply_add(R, V, scalars, row, panel, sums)
+            multiply_add(R, V, scalars + step, row, panel + pitch, sums)
+            multiply_add(R, V, scalars + 2 * step, row, panel + 2 * pitch, sums)
+            multiply_add(R, V, scalars + 3 * step, row, panel + 3 * pitch, sums)
+            scalars += 4 * step
+            panel += 4 * pitch
+        steps &= 3
+    for _n in range(steps):
+        multiply_add(R, V, scalars, row, panel, sums)
         scalars += step
+        panel += pitch
 
 
 cdef inline inlined clear(const int n, vec *sums) noexcept nogil:
@@ -53,7 +70,7 @@ cdef inline inlined score_rows(
     cdef vec sums[MOST_ACCUMULATORS]
     cdef int r, v
     clear(R * V, sums)
-    accumulate(R, V, d, keys, row, 1, queries, sums)
+    accumulate(R, V, d, keys, row, 1, queries, V * LANES, sums)
     for r in range(R):
         for v in range(V):
             vstore(scores + (r * V + v) * LANES, sums[r * V + v])
@@ -69,7 +86,7 @@ cdef inline inlined value_rows(
     cdef real *place
     cdef int r, v
     clear(R * V, sums)
-    accumulate(R, V, keys, values, 1, row, weights, sums)
+    accumulate(R, V, keys, values, 1, row, weights, V * LANES, sums)
     for r in range(R):
         for v in range(V):
             place = out + (r * V + v) * LANES
@@ -86,7 +103,7 @@ cdef inline inlined project_rows(
     for r in range(R):
         for v in range(V):
             sums[r * V + v] = vload(out + r * pitch + v * LANES)
-    accumulate(R, V, steps, x, row, 1, panel, sums)
+    accumulate(R, V, steps, x, row, 1, panel, V * LANES, sums)
     for r in range(R):
         for v in range(V):
             vstore(out + r * pitch + v * LANES, sums[r * V + v])
@@ -104,7 +121,7 @@ cdef inline inlined gradient_rows(
     cdef vec weight
     cdef int r, v, i
     clear(R * V, sums)
-    accumulate(R, V, e, values, row, 1, grad, sums)
+    accumulate(R, V, e, values, row, 1, grad, V * LANES, sums)
     for r in range(R):
         for v in range(V):
             i = r * V + v
@@ -124,21 +141,14 @@ cdef inline inlined outer_rows(
     `tile` has a tile of `tile_size` reals for each of the panels; the queries go by in order.
     """
     cdef vec acc[MOST_ACCUMULATORS]
-    cdef vec x[MOST_VECTORS]
-    cdef vec scalar
-    cdef int r, v, i, _n
+    cdef Py_ssize_t queries = PANEL_VECTORS * LANES
+    cdef int r, v, _n
     for r in range(R):
         for v in range(V):
             acc[r * V + v] = vload(sums + r * sums_pitch + v * LANES)
     for _n in range(panels):
-        for i in range(PANEL_VECTORS * LANES):
-            for v in range(V):
-                x[v] = vload(rows + v * LANES)
-            rows += pitch
-            for r in range(R):
-                scalar = vset(tile[r * PANEL_VECTORS * LANES + i])
-                for v in range(V):
-                    acc[r * V + v] = vfma(scalar, x[v], acc[r * V + v])
+        accumulate(R, V, queries, tile, queries, 1, rows, pitch, acc)
+        rows += queries * pitch
         tile += tile_size
     for r in range(R):
         for v in range(V):
