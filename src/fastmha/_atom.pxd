@@ -1,7 +1,7 @@
 """One atom of keys for one panel of rows: the step that all paths are made of."""
 from libc.stdint cimport uint32_t
 
-from fastmha._block cimport Block, Panel, per_head, share
+from fastmha._block cimport Block, Panel, Prefetch, per_head, prefetch_some, share
 from fastmha._call cimport ATOM, BOUNDLESS, PANEL, Call
 from fastmha._dropout cimport drop_weights
 from fastmha._few cimport score_few, sum_few
@@ -48,10 +48,11 @@ cdef inline void prefetch_mask(
 
 cdef inline inlined score_atom(
     const int V, const Call *c, const Panel *p, const Rows *keys, const Rows *values,
-    const char *const *mask, Py_ssize_t place, Py_ssize_t low, Py_ssize_t high, real *tile, vec *most,
+    const char *const *mask, Py_ssize_t place, Prefetch *ahead, Py_ssize_t low, Py_ssize_t high, real *tile,
+    vec *most,
 ) noexcept nogil:
     """The products of keys low to high with the panel's queries. `values`, if not NULL, are wanted next, and
-    after them this place in the rows of the `mask`."""
+    after them this place in the rows of the `mask`; what lies `ahead` little by little."""
     cdef Py_ssize_t j = low, left
     cdef const real *rows = keys.data + low * keys.row
     cdef int v
@@ -70,6 +71,8 @@ cdef inline inlined score_atom(
             prefetch_rows(values, j, j + TILE_ROWS, c.e)
         if mask != NULL:
             prefetch_mask(c, p, mask, place, j // TILE_ROWS)
+        if ahead != NULL:
+            prefetch_some(ahead, ahead.share)
         score_rows(TILE_ROWS, V, c.d, rows, keys.row, p.queries, tile, most)
         rows += TILE_ROWS * keys.row
         tile += TILE_ROWS * V * LANES
@@ -100,7 +103,7 @@ cdef inline inlined score_unmasked(
     else:
         score_atom(
             V, c, p, keys, values if p.first == 0 else NULL, dense,
-            (atom + ATOM) * c.mask.col, low, high, b.tile, most,
+            (atom + ATOM) * c.mask.col, b.ahead, low, high, b.tile, most,
         )
     if c.raw:
         return
@@ -196,8 +199,8 @@ cdef inline inlined score_vectors(
 # --- weighted sums -----------------------------------------------------------------------------------
 
 cdef inline inlined sum_values(
-    const int V, Py_ssize_t width, const Rows *values, Py_ssize_t low, Py_ssize_t high, const real *tile,
-    const vec *keep, const vec *add, real *out,
+    const int V, Py_ssize_t width, const Rows *values, Prefetch *ahead, Py_ssize_t low, Py_ssize_t high,
+    const real *tile, const vec *keep, const vec *add, real *out,
 ) noexcept nogil:
     """out = out * keep + (weighted sums of the values) * add."""
     cdef Py_ssize_t e = 0, left, n = high - low
@@ -210,6 +213,8 @@ cdef inline inlined sum_values(
             out += 2 * TILE_ROWS * V * LANES
             e += 2 * TILE_ROWS
     while width - e >= TILE_ROWS:
+        if ahead != NULL:
+            prefetch_some(ahead, ahead.share)
         value_rows(TILE_ROWS, V, n, columns, values.row, tile, keep, add, out)
         columns += TILE_ROWS
         out += TILE_ROWS * V * LANES
@@ -292,7 +297,7 @@ cdef inline inlined advance(
     int *values_finite,
 ) noexcept nogil:
     """Takes the panel one atom of keys further."""
-    cdef Py_ssize_t low, high, ahead
+    cdef Py_ssize_t low, high, distance
     cdef bint careful = False
     cdef vec most[4]
     cdef vec total[4]
@@ -315,13 +320,13 @@ cdef inline inlined advance(
     if careful:
         sum_seen_values(V, c, p, values, low, high, b.tile, b.bias, keep, add)
     elif V == 1 and b.few:
-        ahead = keys.at[low] + ATOM * c.k.row - values.at[low]
-        sum_few(p, c.e, values, low, high, ahead, b.tile, keep[0], add[0])
+        distance = keys.at[low] + ATOM * c.k.row - values.at[low]
+        sum_few(p, c.e, values, low, high, distance, b.tile, keep[0], add[0])
     else:
         if p.first == 0 and keys.data != b.key_copy:
             # The next atom's, or where heads are short those of some heads further on.
             prefetch_rows(keys, ATOM, ATOM + min(<Py_ssize_t>ATOM, b.keys - atom), c.d)
-        sum_values(V, c.e, values, low, high, b.tile, keep, add, p.out)
+        sum_values(V, c.e, values, b.ahead, low, high, b.tile, keep, add, p.out)
 
 
 cdef inline void merge(const Call *c, Panel *p, const Panel *part) noexcept nogil:

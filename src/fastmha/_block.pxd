@@ -9,7 +9,8 @@ from fastmha._call cimport ATOM, BLOCK, BLOCK_PANELS, BOUNDLESS, PANEL, Call
 from fastmha._math cimport vexp, vlog
 from fastmha._operand cimport MOST_AXES, Operand, load_lanes, locate, store_lanes
 from fastmha._simd cimport (
-    INFINITY, LANES, bits, prefetch_lines, real, vec, vfma, vless, vload, vloadu, vmax, vset, vstore, vstoreu,
+    INFINITY, LANES, TILE_ROWS, bits, prefetch_early, real, vec, vfma, vless, vload, vloadu, vmax, vset,
+    vstore, vstoreu,
 )
 from fastmha._stages cimport scale_scores
 from fastmha._storage cimport from_double, storage_bytes, store_one
@@ -26,6 +27,17 @@ cdef struct Panel:
     real *total                         # sum of the weights so far
     real *grad                          # [e][row] of the output's gradient, going back
     real *part                          # what the row's weights are multiplied with, going back
+
+
+cdef struct Prefetch:
+    # Rows to be asked for while a block is at work: the next block's queries, and its keys and values where
+    # they are others; last the rows its own outputs go to.
+    const Call *call
+    Block *block                        # lets go of this when all is asked for
+    const Block *after                  # the next block, or NULL
+    Py_ssize_t queries, keys            # how many
+    Py_ssize_t done, rows               # of all
+    Py_ssize_t share                    # at a time
 
 
 cdef struct Block:
@@ -53,6 +65,7 @@ cdef struct Block:
     real *cap_slope                     # [key][row]: the softcap's derivative, or NULL if not wanted
     real *key_copy                      # [key][d] and [key][e], where they can't be read in place
     real *value_copy
+    Prefetch *ahead                     # what is still to be asked for, or NULL
 
 
 cdef inline char *entry(
@@ -80,6 +93,7 @@ cdef inline void find_rows(const Call *c, Py_ssize_t number, Block *b) noexcept 
     cdef const char *lse
     cdef const char *weights
     cdef int axis
+    b.ahead = NULL
     b.member = 0
     for axis in range(c.leads - 1, -1, -1):
         n = c.lead[axis] // c.stack if axis == c.leads - 1 else c.lead[axis]
@@ -209,22 +223,42 @@ cdef inline void open_block(const Call *c, char *scratch, Block *b) noexcept nog
         b.lowest, b.highest = min(b.lowest, p.lowest), max(b.highest, p.highest)
 
 
-# Where sequences are many and short, a block waits for its rows; a fifth of the time is saved by asking for
-# them ahead of time, little by little between other work, for a burst would block the way to the memory.
+# Where sequences are short, a block waits for its rows. They are asked for ahead of time, a few between two
+# tiles of work, for a burst would block the way to the memory.
 
-cdef inline void prefetch_places(const char *const *rows, int count, Py_ssize_t bytes) noexcept nogil:
-    """Asks for rows that are wanted soon."""
+cdef inline void plan_prefetch(const Call *c, Block *b, const Block *after, Prefetch *f) noexcept nogil:
+    """For a block that is open, and the next, whose rows are found, or NULL."""
+    cdef Py_ssize_t tiles = 1, keys
     cdef int i
-    for i in range(count):
-        prefetch_lines(rows[i], bytes)
+    for i in range(b.panels):
+        keys = min(b.keys, b.panel[i].highest + c.right + 1)
+        keys -= max(<Py_ssize_t>0, b.panel[i].lowest - c.left)
+        tiles += max(<Py_ssize_t>0, keys + (keys + ATOM - 1) // ATOM * c.e) // TILE_ROWS
+    f.call, f.block, f.after = c, b, after
+    f.queries = after.rows if after != NULL else 0
+    f.keys = min(<Py_ssize_t>ATOM, after.keys) if after != NULL and after.k != b.k and c.page == 0 else 0
+    f.rows = f.queries + 2 * f.keys + b.rows
+    f.done = 0
+    f.share = max(<Py_ssize_t>4, f.rows // tiles + 1)
+    b.ahead = f
 
 
-cdef inline void prefetch_keys(const Call *c, const Block *b) noexcept nogil:
-    """Asks for a block's first keys and values."""
-    cdef Py_ssize_t wide = storage_bytes(c.k.storage), j
-    for j in range(min(<Py_ssize_t>ATOM, b.keys)):
-        prefetch_lines(b.k + j * c.k.row, c.d * wide)
-        prefetch_lines(b.v + j * c.v.row, c.e * wide)
+cdef inline void prefetch_some(Prefetch *f, Py_ssize_t count) noexcept nogil:
+    """Asks for the next few rows."""
+    cdef const Call *c = f.call
+    cdef Py_ssize_t first = f.done, stop = min(f.rows, f.done + count), n
+    cdef Py_ssize_t values = f.queries + f.keys, outputs = values + f.keys
+    for n in range(first, min(stop, f.queries)):
+        prefetch_early(f.after.q[n], c.d * storage_bytes(c.q.storage))
+    for n in range(max(first, f.queries), min(stop, values)):
+        prefetch_early(f.after.k + (n - f.queries) * c.k.row, c.d * storage_bytes(c.k.storage))
+    for n in range(max(first, values), min(stop, outputs)):
+        prefetch_early(f.after.v + (n - values) * c.v.row, c.e * storage_bytes(c.v.storage))
+    for n in range(max(first, outputs), stop):
+        prefetch_early(f.block.out[n - outputs], c.e * storage_bytes(c.out.storage))
+    f.done = stop
+    if stop == f.rows:
+        f.block.ahead = NULL
 
 
 cdef inline vec per_head(const double *numbers, const Block *b, const Panel *p, int v) noexcept nogil:

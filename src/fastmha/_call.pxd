@@ -60,5 +60,7 @@ cdef struct Call:
     Py_ssize_t stack
     Py_ssize_t blocks, grain            # blocks of rows for a stack; blocks in a piece of work
     Py_ssize_t total                    # blocks in all
+    int threads                         # that work on them
+    bint far                            # whether the arrays are too large to be at hand
     char *scratch
     size_t slot_bytes

@@ -440,7 +440,7 @@ cdef inline void add_keys(
                                 vfma(vset(keys.data[j * keys.row + i]), score, sum))
                 vstore(sums + i * PANEL + v * LANES, sum)
         return
-    sum_values(PANEL_VECTORS, d, keys, 0, n, scores, one, one, sums)
+    sum_values(PANEL_VECTORS, d, keys, NULL, 0, n, scores, one, one, sums)
 
 
 cdef inline void go_back(

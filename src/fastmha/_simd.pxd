@@ -38,6 +38,7 @@ cdef extern from "_simd.h" nogil:
     void vtranspose(vec *rows)                   # LANES rows in place
     void vprefetch(const char *p)                # any address
     void prefetch_lines(const char *p, Py_ssize_t bytes)
+    void prefetch_early(const char *p, Py_ssize_t bytes)   # into the second-level cache
 
     bit_vec vword(uint32_t word)
     bit_vec vload_words(const bits *p)
