@@ -21,8 +21,8 @@ cdef extern from * nogil:
     """
     #include "_simd.h"
     enum {
-      PROJECT_ROWS = 96,
-      PROJECT_COLUMNS = 2048 / REAL_BYTES, /* at most: a block's sums take up 192 KiB */
+      PROJECT_ROWS = 48,
+      PROJECT_COLUMNS = 2048 / REAL_BYTES, /* at most: a block's sums take up 96 KiB */
       PROJECT_STEPS = PANEL * REAL_BYTES > 64 ? 64 : 128, /* of which a panel fits the first-level cache */
       PACKED_BYTES = 4 << 20,
       PIECE_BYTES = 256 << 10,             /* copied in a piece of work */
