@@ -102,6 +102,29 @@ def test_affinity(run_python):
     assert at_start(run_python, code, OMP_NUM_THREADS="4") == 4  # what the user says counts
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="shows no threads' affinity")
+def test_threads_that_were_woken_may_run_anywhere(run_python, patience):
+    """A sleeper is kept off its caller's processor, but only until it is up."""
+    code = f"""
+import os, time
+import numpy as np, fastmha
+
+allowed = os.sched_getaffinity(0)
+fastmha.set_num_threads(3)
+q = np.ones((1, 8, 256, 32), np.float32)
+for _ in range(20):
+    fastmha.attention(q, q, q)
+    time.sleep(0.005)  # they fall asleep
+threads = [int(t) for t in os.listdir("/proc/self/task")]
+assert len(threads) >= 3
+end = time.monotonic() + {5 * patience}
+while not all(os.sched_getaffinity(t) == allowed for t in threads):
+    assert time.monotonic() < end
+    time.sleep(0.01)
+"""
+    run_python(code)
+
+
 def test_default_is_what_affinity_and_quota_allow(monkeypatch):
     for variable in UNSET:
         monkeypatch.delenv(variable, raising=False)

@@ -33,6 +33,11 @@ static double now(void) { return GetTickCount64() * 1e-3; }
 #else
 #include <pthread.h>
 #include <time.h>
+#ifdef __linux__
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #define MUTEX pthread_mutex_t
 #define COND pthread_cond_t
 #define MUTEX_INIT PTHREAD_MUTEX_INITIALIZER
@@ -77,13 +82,47 @@ typedef struct Job {
   struct Job *after;
 } Job;
 
+/* A thread of the team. */
+typedef struct Member {
+  COND work;
+  int woken;
+  struct Member *after; /* of those that sleep */
+#ifdef __linux__
+  pid_t thread;
+  int moved;
+  cpu_set_t allowed; /* where it may run, if moved */
+#endif
+} Member;
+
+/* Linux may wake a thread on the processor of the one that wakes it, though others are idle: in virtual machines, those
+ * that have been idle for a while look as if they were taken. The two would share it for many small jobs. So a sleeper
+ * is kept off its caller's processor until it is up. */
+#ifdef __linux__
+static void keep_off(Member *sleeper) {
+  cpu_set_t others;
+  const int here = sched_getcpu();
+  if (here < 0 || here >= CPU_SETSIZE || sched_getaffinity(sleeper->thread, sizeof others, &others)) return;
+  sleeper->allowed = others;
+  CPU_CLR(here, &others);
+  sleeper->moved = CPU_COUNT(&others) && !sched_setaffinity(sleeper->thread, sizeof others, &others);
+}
+static void stand_up(Member *self) {
+  if (self->moved) sched_setaffinity(0, sizeof self->allowed, &self->allowed);
+  self->moved = 0;
+}
+#else
+static void keep_off(Member *sleeper) { (void)sleeper; }
+static void stand_up(Member *self) { (void)self; }
+#endif
+
 /* What run_job returns in a child that `poll` forked in the middle: what helpers worked on is lacking. */
 enum { FORKED = -2 };
 
 static MUTEX mutex = MUTEX_INIT;
-static COND work = COND_INIT, finished = COND_INIT;
+static COND finished = COND_INIT;
 static Job *jobs;
-static int members, asleep, looking; /* of the members: these wait, and these will see the next job posted */
+static Member *sleepers;
+static int members, looking; /* of the members these will see the next job posted */
 static unsigned posted;              /* how many jobs there were */
 static unsigned process; /* how many forks lie between this process and the first */
 
@@ -119,7 +158,11 @@ static void take_part(Job *job, int slot) {
 }
 
 THREAD(member) {
+  Member self = {COND_INIT};
   (void)unused;
+#ifdef __linux__
+  self.thread = (pid_t)syscall(SYS_gettid);
+#endif
   team_lock();
   for (;;) {
     Job *job = jobs;
@@ -130,9 +173,11 @@ THREAD(member) {
       looking++;
       if (look_out(&posted)) continue; /* who posted knows that nobody is looking now */
       looking--;
-      asleep++;
-      team_wait(&work);
-      asleep--;
+      self.woken = 0;
+      self.after = sleepers;
+      sleepers = &self;
+      while (!self.woken) team_wait(&self.work);
+      stand_up(&self);
     }
   }
   return 0;
@@ -144,10 +189,10 @@ static void before_fork(void) { team_lock(); }
 static void after_fork(void) { team_unlock(); }
 static void in_child(void) {
   jobs = 0;
-  members = asleep = looking = 0;
+  sleepers = 0;
+  members = looking = 0;
   process++;
   pthread_mutex_init(&mutex, 0);
-  pthread_cond_init(&work, 0);
   pthread_cond_init(&finished, 0);
 }
 #endif
@@ -174,7 +219,13 @@ static int run_job(Body body, void *arg, ptrdiff_t pieces, int threads, Poll pol
     *last = &job;
     change(&posted, 1);
     while (members < threads - 1 && start_thread(member)) members++;
-    for (int t = looking + 1; t < threads && t <= looking + asleep; t++) wake_one(&work);
+    for (int t = looking + 1; t < threads && sleepers; t++) {
+      Member *sleeper = sleepers;
+      sleepers = sleeper->after;
+      sleeper->woken = 1;
+      keep_off(sleeper);
+      wake_one(&sleeper->work);
+    }
     looking = 0;
     team_unlock();
   }
