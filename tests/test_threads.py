@@ -122,7 +122,8 @@ while not all(os.sched_getaffinity(t) == allowed for t in threads):
     assert time.monotonic() < end
     time.sleep(0.01)
 """
-    run_python(code)
+    result = run_python(code)
+    assert result.returncode == 0, result.stderr
 
 
 def test_default_is_what_affinity_and_quota_allow(monkeypatch):
