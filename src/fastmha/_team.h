@@ -122,7 +122,7 @@ static MUTEX mutex = MUTEX_INIT;
 static COND finished = COND_INIT;
 static Job *jobs;
 static Member *sleepers;
-static int members, looking; /* of the members these will see the next job posted */
+static int members, looking; /* all of them, and those who will see the next job posted */
 static unsigned posted;              /* how many jobs there were */
 static unsigned process; /* how many forks lie between this process and the first */
 
