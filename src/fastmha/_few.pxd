@@ -168,9 +168,10 @@ cdef inline inlined sum_columns(
     cdef vec block[LANES]
     cdef Coming coming
     cdef Py_ssize_t done = first * (high - low), size = storage_bytes(storage), j, i
+    cdef int n
     # Narrow types wait for arithmetic, not for memory: with several keys at a time a step takes five sixths
     # of the time. Reals, which wait for memory, would lose a tenth.
-    cdef int together = 1 if storage == REAL else 8 // C, n
+    cdef int together = 1 if storage == REAL else 8 // C
     for n in range(R * C):
         sums[n] = vset(0)
     coming = Coming(values, low + done // width, high - 1, done % width * size, width * size, ahead)

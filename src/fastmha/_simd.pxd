@@ -36,8 +36,7 @@ cdef extern from "_simd.h" nogil:
     vec vmantissa(vec a)
     vec vload_bool(const uint8_t *p)             # 0 where true, -inf where false
     void vtranspose(vec *rows)                   # LANES rows in place
-    void vprefetch(const char *p)                # any address
-    void prefetch_lines(const char *p, Py_ssize_t bytes)
+    void prefetch_lines(const char *p, Py_ssize_t bytes)   # from any address
     void prefetch_early(const char *p, Py_ssize_t bytes)   # into the second-level cache
 
     bit_vec vword(uint32_t word)
